@@ -1,6 +1,6 @@
 """Draw the figure of docs/performance.md from a result of ``raytorchrpc bench``.
 
-raytorchrpc bench --device cuda --rows auto,ray,ray-zero-copy,ray-rdt-nccl,bare-torchrpc,gpu-copy --json FILE.json
+raytorchrpc bench --device cuda --json FILE.json
 python -m benchmarks.figure FILE.json docs/assets/transfer-times.svg
 
 It is narrow enough for a telephone, and takes the colour of the text around it.
@@ -27,7 +27,7 @@ LINES = {
     "ray-rdt-nccl": ("Ray Direct Transport (NCCL)", "#009E73", "^", (0, (2, 1.5))),
     "ray-rdt-gloo": ("Ray Direct Transport (Gloo)", "#009E73", "^", (0, (2, 1.5))),
     "bare-torchrpc": ("torch.distributed.rpc", "#CC79A7", "v", (0, (8, 2, 2, 2))),
-    "auto": ("raytorchrpc", "#D55E00", "o", "solid"),
+    "raytorchrpc": ("raytorchrpc", "#D55E00", "o", "solid"),
     "gpu-copy": ("hardware limit: copy between the GPUs, no call", "#555555", "x", (0, (1, 1.5))),
     "memcpy": ("hardware limit: copy in memory, no call", "#555555", "x", (0, (1, 1.5))),
 }
@@ -49,7 +49,12 @@ def draw(result: Result) -> str:
     described = []
     for name, (label, color, marker, dashes) in LINES.items():
         if name in measured:
-            look = {"marker": marker, "markersize": 5, "linestyle": dashes, "linewidth": 3 if name == "auto" else 1.6}
+            look = {
+                "marker": marker,
+                "markersize": 5,
+                "linestyle": dashes,
+                "linewidth": 3 if name == "raytorchrpc" else 1.6,
+            }
             sizes, milliseconds = zip(*measured[name], strict=True)
             axes.plot(sizes, milliseconds, color=color, label=label, **look)
             described += [

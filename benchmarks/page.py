@@ -14,8 +14,8 @@ RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "internals" / "measurements.md"
 #: The results that the page shows, in its order, with the contestants or the cases of each; none: all.
 SHOWN: dict[str, tuple[str, ...]] = {
-    "links-h200": ("auto", "torchrpc", "ray", "ray-zero-copy", "bare-nccl", "memcpy"),
-    "links-two-hosts": ("auto", "ray", "bare-socket"),
+    "links-h200": ("raytorchrpc", "torchrpc", "ray", "ray-zero-copy", "bare-nccl", "memcpy"),
+    "links-two-hosts": ("raytorchrpc", "ray", "bare-socket"),
     "patterns-32-cores": ("patterns, ms", "patterns, % of a core"),
     "weights-sharded": ("2 x NVIDIA H100", "2 cores"),
     "engines-h200": ("vLLM, a Llama of 2.2 GB",),

@@ -23,7 +23,8 @@ def _ours(name: str, **more: Any) -> Contestant:
 def calls(pick: Pick) -> list[Figure]:
     """Direct calls beside Ray's and bare torchrpc's, with CPU tensors of several sizes, and with several in flight."""
     contestants = choose(
-        pick(["auto", "ray", "bare-torchrpc"], ["auto", "ray", "bare-torchrpc"], ["auto", "ray"]), CALLS
+        pick(["raytorchrpc", "ray", "bare-torchrpc"], ["raytorchrpc", "ray", "bare-torchrpc"], ["raytorchrpc", "ray"]),
+        CALLS,
     )
     sizes = 0, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000
     effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
@@ -43,7 +44,7 @@ def tensors(pick: Pick) -> list[Figure]:
     figures = engine(ends, [Pattern("between two actors on one GPU")], [1_250, 640_000_000], "cuda")
     if gpus > 1:
         patterns = [Pattern("in one tensor"), Pattern("in 400 tensors", tensors=400)]
-        figures += engine([_ours("auto")], patterns, [400 * 256 * 1024], "cuda")
+        figures += engine([_ours("raytorchrpc")], patterns, [400 * 256 * 1024], "cuda")
     return figures
 
 

@@ -191,12 +191,33 @@ def _commands(command: Any, name: str) -> Iterator[str]:
     yield ""
 
 
+def features() -> Iterator[str]:
+    """What older releases of Ray and torch lack."""
+    module = import_module("raytorchrpc._compat.requirements")
+    yield "| feature | needs | with an older release |\n|---|---|---|"
+    for each in module.FEATURES.values():
+        yield f"| {each.name} | {each.package} {each.since} | {each.otherwise} |"
+
+
+def results(name: str) -> Iterator[str]:
+    """The tables of the stored results of that name, on each machine."""
+    from raytorchrpc.bench.results import read_result
+    from raytorchrpc.bench.tables import tables
+
+    for path in sorted((DOCS.parent / "benchmarks" / "results").glob(f"{name}-*.json")):
+        result = read_result(path)
+        for table in tables(result):
+            yield f"**{result.machine[0]}** ({result.started[:10]})\n\n{table.markdown()}\n"
+
+
 _KINDS: dict[str, Callable[..., Iterable[str]]] = {
     "api": api,
     "commands": commands,
     "examples": examples,
+    "features": features,
     "file": file,
     "metrics": metrics,
+    "results": results,
 }
 
 

@@ -12,7 +12,6 @@ The last line reports what was checked. If a check fails, the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple
 
 import ray
 import torch
-from ray.exceptions import RayError
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as ProgressBar
@@ -196,8 +194,7 @@ def main(arguments: list[str] | None = None) -> Progress:
     if options.workers < 1 or options.max_steps < 1 or options.exchanges < 1:
         parser.error("--workers, --steps and --exchanges must be at least 1")
 
-    if not ray.is_initialized():  # a caller may have initialised Ray already
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="error")
     final = run(**vars(options))
     if final.accuracy < options.target:
         sys.exit(f"digits: test accuracy {final.accuracy:.1%}, below {options.target:.1%}")
@@ -206,7 +203,4 @@ def main(arguments: list[str] | None = None) -> Progress:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
-        sys.exit(f"digits: {type(error).__name__}: {str(error).splitlines()[0]}")
+    main()

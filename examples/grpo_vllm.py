@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
             heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
             LlamaConfig(**size, **heads, architectures=["LlamaForCausalLM"], dtype="float32").save_pretrained(folder)
         if not ray.is_initialized():
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(include_dashboard=False, logging_level="error")
         steps, versions = train(options)
     first, last = (sum(step.reward for step in part) / 5 for part in (steps[:5], steps[-5:]))
     if not options.model and last < 2 * first:

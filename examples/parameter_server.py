@@ -1,9 +1,11 @@
-"""Asynchronous SGD: one actor holds the parameters; workers pull them, compute a gradient and push it back.
+"""Asynchronous SGD: one actor holds the parameters; workers pull them, compute a
+gradient and push it back.
 
-While one worker computes, the others push. Its gradient is then based on parameters that are some updates old. The
-number of these updates is the gradient's staleness. The server takes smaller steps for stale gradients.
+While one worker computes, the others push. Its gradient is then based on parameters
+that are some updates old. The number of these updates is the gradient's staleness.
+The server takes smaller steps for stale gradients.
 
-    python examples/parameter_server.py                          # three workers, about ten seconds
+    python examples/parameter_server.py  # three workers, about ten seconds
     python examples/parameter_server.py --workers 2 --steps 100  # the short form
 
 The last line reports what was checked. If a check fails, the exit status is 1.
@@ -12,7 +14,6 @@ The last line reports what was checked. If a check fails, the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 
 import raytorchrpc as rtr
@@ -30,7 +30,7 @@ INPUTS, HIDDEN, CLASSES = 64, 512, 10
 
 @dataclass
 class Result:
-    """Loss and accuracy on the test set, and how many gradients had which staleness."""
+    """On the test set; and how many gradients had which staleness."""
 
     first_loss: float
     last_loss: float
@@ -40,7 +40,8 @@ class Result:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+    first, last = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+    return nn.Sequential(first, nn.ReLU(), last)
 
 
 def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -48,12 +49,17 @@ def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
     centres = torch.randn(CLASSES, INPUTS, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
-    return centres[labels] + 2 * torch.randn(count, INPUTS, generator=generator), labels
+    noise = torch.randn(count, INPUTS, generator=generator)
+    return centres[labels] + 2 * noise, labels
 
 
 @ray.remote
 class Server:
-    """Holds the parameters. As in every sync actor, methods run one at a time, so no pull returns half an update."""
+    """Holds the parameters.
+
+    As in every sync actor, methods run one at a time, so no pull returns half an
+    update.
+    """
 
     def __init__(self, rate: float) -> None:
         self.model, self.rate = make_model(), rate
@@ -63,20 +69,24 @@ class Server:
     @rtr.method
     def pull(self) -> tuple[int, list[Tensor]]:
         """Returns the number of updates so far, and the parameters."""
-        return self.updates, [parameter.detach() for parameter in self.model.parameters()]
+        return self.updates, [each.detach() for each in self.model.parameters()]
 
     @rtr.method
     def push(self, gradients: list[Tensor], seen: int) -> None:
-        """Takes a step with gradients of the parameters as they were after ``seen`` updates."""
+        """Takes a step with gradients of the parameters after ``seen`` updates."""
         stale = self.updates - seen
+        pairs = zip(self.model.parameters(), gradients, strict=True)
         with torch.no_grad():
-            for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            for parameter, gradient in pairs:
                 parameter -= self.rate / (1 + stale) * gradient
         self.updates += 1
         self.staleness[stale] += 1
 
-    def evaluate(self) -> tuple[float, float]:  # not decorated, so only .remote() can call it
-        """Returns loss and accuracy on points that no worker has."""
+    def evaluate(self) -> tuple[float, float]:
+        """Returns loss and accuracy on points that no worker has.
+
+        It is not decorated, so only ``.remote()`` can call it.
+        """
         inputs, labels = make_data(2000, seed=1)
         with torch.no_grad():
             outputs = self.model(inputs)
@@ -99,24 +109,26 @@ class Worker:
     def train(self, server: Any, steps: int) -> None:
         parameters = list(self.model.parameters())
         for _ in range(steps):
-            seen, _ = rtr.rpc_sync(server, into=parameters).pull()  # receives into this model's memory
+            # Receives into this model's memory.
+            seen, _ = rtr.rpc_sync(server, into=parameters).pull()
             batch = torch.randint(len(self.inputs), (64,), generator=self.generator)
-            loss = nn.functional.cross_entropy(self.model(self.inputs[batch]), self.labels[batch])
-            rtr.rpc_sync(server).push(list(torch.autograd.grad(loss, parameters)), seen)
+            outputs = self.model(self.inputs[batch])
+            loss = nn.functional.cross_entropy(outputs, self.labels[batch])
+            gradients = torch.autograd.grad(loss, parameters)
+            rtr.rpc_sync(server).push(list(gradients), seen)
 
 
 def main(arguments: list[str] | None = None) -> Result:
-    parser = argparse.ArgumentParser(description="Asynchronous SGD with a parameter server.")
+    parser = argparse.ArgumentParser(description="SGD with a parameter server.")
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="steps of each worker")
     parser.add_argument("--rate", type=float, default=0.05, help="learning rate")
-    parser.add_argument("--accuracy", type=float, default=0.9, help="required accuracy, 0 to 1")
+    parser.add_argument("--accuracy", type=float, default=0.9, help="to reach")
     options = parser.parse_args(arguments)
     if options.workers < 1 or options.steps < 1:
         parser.error("--workers and --steps must be at least 1")
 
-    if not ray.is_initialized():  # a caller may have initialised Ray already
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="error")
     server = Server.remote(options.rate)
     workers = [Worker.remote(number) for number in range(options.workers)]
     first_loss, accuracy = ray.get(server.evaluate.remote())
@@ -125,18 +137,15 @@ def main(arguments: list[str] | None = None) -> Result:
         ray.get([worker.train.remote(server, options.steps) for worker in workers])
     last_loss, accuracy = ray.get(server.evaluate.remote())
     staleness = ray.get(server.get_staleness.remote())
-    print(f"after {staleness.total()} pushes: loss {last_loss:.3f}, accuracy {accuracy:.1%}")
+    pushes = staleness.total()
+    print(f"after {pushes} pushes: loss {last_loss:.3f}, accuracy {accuracy:.1%}")
     for stale, count in sorted(staleness.items()):
         print(f"  {count:5} gradients were {stale} updates old")
     if accuracy < options.accuracy:
-        sys.exit(f"parameter_server: accuracy {accuracy:.1%}, below {options.accuracy:.1%}")
+        sys.exit(f"parameter_server: accuracy {accuracy:.1%} is too low")
     print(f"checked: accuracy {accuracy:.1%} is at least {options.accuracy:.1%}")
     return Result(first_loss, last_loss, accuracy, staleness)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
-        reason = error.cause if isinstance(error, RayTaskError) else error
-        sys.exit(f"parameter_server: {type(reason).__name__}: {str(reason).splitlines()[0]}")
+    main()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import statistics
 import sys
@@ -105,7 +104,7 @@ def main() -> int:
     options = parser.parse_args()
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(include_dashboard=False, logging_level="error")
     use_gpu = ray.cluster_resources().get("GPU", 0) >= 2
     placed = Stage.options(num_gpus=1 if use_gpu else 0)
     first, second = placed.remote(0, use_gpu), placed.remote(1, use_gpu)

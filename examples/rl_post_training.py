@@ -274,8 +274,7 @@ def main(arguments: list[str] | None = None) -> Result:
         sys.exit("rl_post_training: it needs transformers: pip install '.[llm]' in a checkout")
     options.device, options.backend = ("cuda", "nccl") if options.gpus else ("cpu", "gloo")
 
-    if not ray.is_initialized():  # a caller may have initialised Ray already
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="error")
     result = train(options)
     published: list[Any] = [step.version for step in result.steps]
     first, last = (sum(step.reward for step in part) / 3 for part in (result.steps[:3], result.steps[-3:]))

@@ -29,13 +29,16 @@ from typing import Any, NamedTuple
 
 import ray
 import torch
-from ray import serve
-from ray.exceptions import RayError
-from starlette.requests import Request
-from starlette.responses import StreamingResponse
 from torch import Tensor, nn
 
 import raytorchrpc as rtr
+
+try:
+    from ray import serve
+    from starlette.requests import Request
+    from starlette.responses import StreamingResponse
+except ImportError as error:
+    sys.exit(f"serving: Ray Serve needs {error.name}: pip install '.[serve]' in a checkout")
 
 VOCABULARY = 256
 
@@ -206,7 +209,7 @@ def main() -> None:
     size = Size(given.layers, given.width, given.heads, given.prompt + given.tokens, given.device)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCABULARY, (given.requests, given.prompt), generator=generator).tolist()
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(include_dashboard=False, logging_level="error")
     logging.getLogger("ray.serve").setLevel("ERROR")
     kinds: dict[str, Any] = {"prefill": Prefill, "decode": Decode}
     start = {kind: kinds[kind].options(num_cpus=0, num_gpus=given.gpus).remote for kind in kinds}
@@ -243,7 +246,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, OSError, http.client.HTTPException) as error:
-        sys.exit(f"serving: {type(error).__name__}: {str(error).splitlines()[0]}")
+    main()

@@ -13,7 +13,6 @@ The last line reports the accuracy on new points. If it is below 90%, the exit s
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
@@ -117,8 +115,7 @@ def main(arguments: list[str] | None = None) -> float:
     if options.workers < 1 or options.steps < 1:
         parser.error("--workers and --steps must be at least 1")
 
-    if not ray.is_initialized():  # a caller may have initialised Ray already
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="error")
     processes = [Process.remote() for _ in range(1 + options.workers)]
     with rtr.init_group(processes) as group:
         workers = [member.rank for member in group.members[1:]]
@@ -130,8 +127,4 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
-        reason = error.cause if isinstance(error, RayTaskError) else error
-        sys.exit(f"torch_parameter_server: {type(reason).__name__}: {str(reason).splitlines()[0]}")
+    main()

@@ -13,14 +13,12 @@ The last line reports how the mean return rose. If it did not rise, the exit sta
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayError, RayTaskError
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -119,8 +117,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     if options.observers < 1 or options.episodes < 20:
         parser.error("--observers must be at least 1, and --episodes must be at least 20")
 
-    if not ray.is_initialized():  # a caller may have initialised Ray already
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, logging_level="error")
     processes = [Process.remote() for _ in range(1 + options.observers)]
     with rtr.init_group(processes) as group:
         observers = [member.rank for member in group.members[1:]]
@@ -133,8 +130,4 @@ def main(arguments: list[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
-        reason = error.cause if isinstance(error, RayTaskError) else error
-        sys.exit(f"torch_rl: {type(reason).__name__}: {str(reason).splitlines()[0]}")
+    main()

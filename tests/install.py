@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _HELP = (
     "import runpy, sys; sys.argv = ['raytorchrpc', '--help']; runpy.run_module('raytorchrpc.cli', run_name='__main__')"
 )
-#: By extra, what has to work with it. nixl, which brings the CUDA libraries, is tried only where it is named.
+#: By extra, what has to work with it. Large ones are tried only where they are named.
 TRIALS = {
     "cli": [
         _HELP,
@@ -40,6 +40,7 @@ TRIALS = {
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
     "llm": ["from transformers import LlamaConfig, LlamaForCausalLM"],
     "tls": ["from raytorchrpc.lanes.common.protection import make_identity; assert make_identity('group')"],
+    "peers": ["import monarch.actor, raytorchrpc.cli.bench"],
     "nixl": ["from raytorchrpc._compat.nixl_package import nixl_package; assert nixl_package()"],
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
@@ -99,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--torch", default="torch", help="the torch to install first, as pip takes it")
     parser.add_argument("--package", type=Path, default=ROOT, help="what to install: the sources, or a wheel")
-    parser.add_argument("--extras", default=",".join(TRIALS.keys() - {"nixl"}), help="which to try, with commas")
+    parser.add_argument("--extras", default=",".join(TRIALS.keys() - {"nixl", "peers"}), help="which to try")
     options = parser.parse_args()
     extras = [extra for extra in TRIALS if extra in options.extras.split(",")]
     with tempfile.TemporaryDirectory(prefix="rtr-") as folder:

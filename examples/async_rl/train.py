@@ -27,7 +27,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError
 from ray.util.metrics import Gauge
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.queue import Queue as RayQueue
@@ -233,7 +233,7 @@ def main() -> None:
     given = parser.parse_args()
     if min(getattr(given, name) for name in ("nodes", "environments", "judges", "updates", "waiting")) < 1:
         parser.error("--nodes, --environments, --judges, --updates and --waiting must be at least 1")
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", runtime_env=rtr.runtime_env())
+    ray.init(include_dashboard=False, logging_level="error", runtime_env=rtr.runtime_env())
     for kind in (Direct, PlainRay) if given.compare else (Direct,):
         reward, took = train(given, kind)
         print(f"{kind.__name__}: {1e3 * took:.1f} ms an update, {len(inspect.getsource(kind).splitlines())} lines")
@@ -243,7 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (rtr.RayTorchRpcError, RayError, TimeoutError) as error:
-        sys.exit(f"async_rl: {type(error).__name__}: {str(error).splitlines()[0]}")
+    main()

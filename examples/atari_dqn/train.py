@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import signal
 import sys
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     settings, actions, checkpoint = prepare(options)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(runtime_env=rtr.runtime_env(), include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(runtime_env=rtr.runtime_env(), include_dashboard=False, logging_level="error")
     try:
         if settings.device == "cuda" and not ray.cluster_resources().get("GPU"):
             raise ValueError("--device cuda: this Ray cluster has no GPU")

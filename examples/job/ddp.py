@@ -50,7 +50,7 @@ def main() -> int:
     if options.workers < 1 or options.steps < 2:
         parser.error("--workers must be at least 1, and --steps at least 2")
 
-    ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
+    ray.init(runtime_env=rtr.runtime_env())
     actor = ray.remote(Worker).options(num_cpus=1, num_gpus=int(options.backend == "nccl"))
     workers = [actor.remote() for _ in range(options.workers)]
     with rtr.init_group(workers, timeout=600) as group:  # the cluster may have to add nodes first

@@ -81,7 +81,7 @@ def main() -> int:
     if options.workers < 1 or options.steps < 2:
         parser.error("--workers must be at least 1, and --steps at least 2")
 
-    ray.init(runtime_env=rtr.runtime_env(), log_to_driver=False)
+    ray.init(runtime_env=rtr.runtime_env())
     learner = Learner.remote()
     workers = [Worker.remote(shard) for shard in range(options.workers)]
     members = {"learner": learner, **{f"worker-{shard}": worker for shard, worker in enumerate(workers)}}

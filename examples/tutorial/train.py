@@ -122,7 +122,7 @@ def report(group):
 
 def main():
     given = options()
-    ray.init(log_to_driver=False, runtime_env=rtr.runtime_env())
+    ray.init(runtime_env=rtr.runtime_env())
     learner = Learner.remote()
     spread = Player.options(scheduling_strategy="SPREAD")  # over the nodes
     numbers = range(given.players)

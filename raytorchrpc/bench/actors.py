@@ -155,7 +155,8 @@ class Member:
         payload = self._link.payload(device, size, pattern.tensors, self.produce)
         if pattern.is_caller_busy:
             threading.Thread(target=self.work, args=(pattern.busy, window.end), daemon=True).start()
-        return measure([self._link.calls(peer, method, *payload) for peer in peers], pattern, window)
+        samples: Samples = self._link.run(measure, peers, method, payload, pattern, window)
+        return samples
 
     def serve(self, device: Device, size: int, count: int) -> None:
         """The other end of ``measure``, for links without calls."""

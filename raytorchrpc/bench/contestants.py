@@ -14,7 +14,7 @@ from raytorchrpc.errors import ConfigurationError
 #: What a contestant may need; ``site.obstacle`` defines when each is met.
 # fmt: off
 Need = Literal["one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "NCCL RDMA", "NCCL GPUDirect", "pynng",
-               "nixl", "ObjectRefs"]
+               "nixl", "ObjectRefs", "Monarch"]
 # fmt: on
 
 
@@ -89,7 +89,7 @@ def rdt(name: str, meaning: str, transport: str | None, **more: Any) -> Contesta
 # fmt: off
 #: Every contestant for sizes, in the order of the tables.
 LINKS: tuple[Contestant, ...] = (
-    _lane("auto", "what raytorchrpc chooses by itself"),
+    _lane("raytorchrpc", "what raytorchrpc chooses by itself"),
     _lane("socket", "in the message of a call", "socket", "torchrpc", max_bytes=SOCKET_IN_BAND, **_CPU),
     _lane("shm", "shared memory", "socket", "shm", needs=("one host",), carries=("shm",), published=_WITHIN, **_CPU),
     _lane("cuda-shared-tensor", "CUDA IPC: mapped GPU memory", "socket", "cuda_ipc", "torchrpc",
@@ -132,13 +132,20 @@ _BY_NAME = {one.name: one for one in LINKS}
 
 #: The contestants for patterns of use, in the order of the tables.
 CALLS: tuple[Contestant, ...] = (
-    *(_BY_NAME[name] for name in ("auto", "bare-torchrpc")),
+    *(_BY_NAME[name] for name in ("raytorchrpc", "bare-torchrpc")),
     Contestant("ray", "ray", "Ray actor calls"),
     *(_BY_NAME[name] for name in ("bare-nccl", "bare-socket")),
 )
 
+#: The contestants of ``--peers``, with those that it may name.
+PEERS: tuple[Contestant, ...] = (
+    CALLS[0],
+    CALLS[2],
+    Contestant("monarch", "monarch", "actor calls of Monarch 0.7", needs=("Monarch",), options={"alone": True}, **_CPU),
+)
+
 #: What ``--quick`` measures: one of each sort, with few enough actors for two cores without GPUs.
-QUICK = ("auto", "nccl-nvlink", "ray", "bare-nccl", "bare-socket", "memcpy", "gpu-copy")
+QUICK = ("raytorchrpc", "nccl-nvlink", "ray", "bare-nccl", "bare-socket", "memcpy", "gpu-copy")
 
 
 def choose(wanted: Sequence[str], known: Sequence[Contestant] = LINKS, more: str = "") -> tuple[Contestant, ...]:

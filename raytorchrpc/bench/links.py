@@ -99,6 +99,10 @@ class Link(ABC):
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         """Ways to call a member's method; the method says little where the link has no calls."""
 
+    def run(self, loop: Callable[..., Any], peers: Sequence[int], method: str, payload: list[Any], *more: Any) -> Any:
+        """Run ``loop(calls of each peer, *more)`` where calls start."""
+        return loop([self.calls(peer, method, *payload) for peer in peers], *more)
+
     def payload(self, device: Device, size: int, count: int, produce: Callable[[Device, int, int], Any]) -> list[Any]:
         """The arguments of calls with so many tensors of that size together, which ``produce`` makes."""
         return [produce(device, size, count)] if size else []
@@ -127,6 +131,35 @@ class RayLink(Link):
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         send, wait = partial(getattr(self.members[peer], method).remote, *args), partial(ray.get, timeout=TIMEOUT_S)
         return Calls(lambda: wait(send()), send, wait)
+
+
+class MonarchLink(Link):
+    """Monarch's calls, from actor to actor in two processes that it starts."""
+
+    def open(self, meeting: Any) -> Any:
+        from monarch.actor import Actor, endpoint, this_host
+
+        class Callee(Actor):  # type: ignore[misc]  # in here, so that both are pickled by value
+            @endpoint  # type: ignore[untyped-decorator]
+            def take(self, payload: Any = None) -> None:
+                """The callee."""
+
+        class Caller(Actor):  # type: ignore[misc]
+            @endpoint  # type: ignore[untyped-decorator]
+            def run(self, callee: Any, loop: Callable[..., Any], payload: list[Any], *more: Any) -> Any:
+                send = partial(callee.take.call_one, *payload)
+                return loop([Calls(lambda: send().get(), send, lambda future: future.get())], *more)
+
+        actors = {"callee": Callee, "caller": Caller}
+        self._ends = {name: this_host().spawn_procs().spawn(name, kind) for name, kind in actors.items()}
+        self.run(len, [], "", [])
+
+    def calls(self, peer: int, method: str, *args: Any) -> Calls:
+        raise NotImplementedError
+
+    def run(self, loop: Callable[..., Any], peers: Sequence[int], method: str, payload: list[Any], *more: Any) -> Any:
+        started = self._ends["caller"].run.call_one(self._ends["callee"], loop, payload, *more)
+        return started.get(timeout=TIMEOUT_S)
 
 
 class TorchRpcLink(Link):
@@ -284,6 +317,7 @@ class ObjectRefLink(Link):
 LINKS: dict[str, type[Link]] = {
     "group": GroupLink,
     "ray": RayLink,
+    "monarch": MonarchLink,
     "torchrpc": TorchRpcLink,
     "nccl": NcclLink,
     "socket": SocketLink,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
-from raytorchrpc.bench.cases import Device, show_size
-from raytorchrpc.bench.contestants import CALLS, LINKS, QUICK, Contestant, choose, matching
+from raytorchrpc.bench.cases import Device, Size, show_size
+from raytorchrpc.bench.contestants import CALLS, LINKS, PEERS, QUICK, Contestant, choose, matching
 from raytorchrpc.bench.results import published
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import size_in_bytes
@@ -32,6 +36,8 @@ class Pattern:
 
     name: str = "quiet"
     unit: str = "ms"
+    size: int | None = None
+    """Bytes of the payload, where one table shows patterns of different sizes."""
     tensors: int = 1
     """The argument is a list of so many, if more than one."""
     members: int = 2
@@ -55,6 +61,17 @@ class Pattern:
     def is_beside(self) -> bool:
         """Whether the called method must run while another method of its actor runs."""
         return self.busy is not None or self.is_together
+
+
+#: The rows of ``--peers``.
+_BESIDE_PEERS = (
+    Pattern("empty call, ms", size=0),
+    Pattern("empty call every 2 ms, ms", size=0, interval_s=0.002),
+    Pattern("1.25 KB, ms", size=1_250),
+    Pattern("10 MB, ms", size=10_000_000),
+    Pattern("40 MB, ms", size=40_000_000),
+    Pattern("64 empty calls in flight, calls/s", "calls/s", size=0, in_flight=64),
+)
 
 
 class Shape(NamedTuple):
@@ -123,6 +140,14 @@ class Options:
     window_s: float = 0.3
     """Seconds of one turn, after a lead-in."""
 
+    def cases(self) -> dict[str, dict[Size, tuple[Pattern, int]]]:
+        """By the name of a table: for each of its columns, what members do and the bytes of a payload."""
+        if self.patterns[0].size is not None:
+            return {"calls beside peers": {one.name: (one, one.size or 0) for one in self.patterns}}
+        return {
+            one.name: {size: (one, size) for size in ((0,) if one.is_idle else self.sizes)} for one in self.patterns
+        }
+
 
 def make_options(
     *,
@@ -133,19 +158,28 @@ def make_options(
     quick: bool = False,
     budget_s: float | None = None,
     hosts: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> Options:
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
     known: tuple[Device, ...] = ("cpu", "cuda")
     if device not in (*known, "all"):
         raise ConfigurationError(f"device {device!r} is not one of {', '.join(known)}, all")
     devices = tuple(each for each in known if device in (each, "all"))
-    budget_s = (PATTERN_BUDGETS_S if pattern else BUDGETS_S)[quick] if budget_s is None else budget_s
+    budget_s = (PATTERN_BUDGETS_S if pattern or peers else BUDGETS_S)[quick] if budget_s is None else budget_s
     if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
         raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
     if pattern and hosts:
         raise ConfigurationError("--pattern measures within one host; leave out --hosts")
     if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
+    if peers:
+        if pattern or rows or sizes or hosts or device == "cuda":
+            raise ConfigurationError(
+                "--peers measures rows of its own, with CPU tensors on one host; leave out the rest"
+            )
+        chosen = choose(["raytorchrpc", "ray", *_split(peers)], PEERS)
+        check_monarch()
+        return Options(chosen, ("cpu",), _BESIDE_PEERS, (), budget_s, None, *((3, 0.1) if quick else (5, 0.3)))
     usual = ("*",) if pattern or not quick else QUICK
     chosen = choose(_split(rows) or usual, *((CALLS, " with --pattern") if pattern else (LINKS,)))
     if not any(set(one.devices) & set(devices) for one in chosen):
@@ -160,6 +194,19 @@ def make_options(
     patterns = [one for name in matching("pattern", wanted, PATTERNS, ", all") for one in variants(name, quick)]
     payloads = tuple(given or (_QUICK_PAYLOADS if quick else _PAYLOADS))
     return Options(chosen, devices, tuple(patterns), payloads, budget_s, None, *((3, 0.1) if quick else (5, 0.3)))
+
+
+def check_monarch() -> None:
+    """Raises ConfigurationError, with the remedy, if Monarch cannot be imported here."""
+    if find_spec("monarch") is None:
+        raise ConfigurationError("--peers monarch needs Monarch: pip install '.[peers]' in a checkout")
+    tried = subprocess.run([sys.executable, "-c", "import monarch.actor"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        why = (tried.stderr.strip().splitlines() or [f"exit status {tried.returncode}"])[-1]
+        raise ConfigurationError(
+            f"Monarch cannot be imported beside torch {version('torch')} ({why}); releases of both belong together: "
+            "pip install 'torchmonarch==0.7.*' 'torch==2.13.*'"
+        )
 
 
 def _split(texts: Sequence[str]) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from typing import NamedTuple
 
 from raytorchrpc.bench import patterns
 from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, Skipped, Stuck, measure
@@ -26,6 +28,19 @@ _ANSWER_S = 60.0
 Report = Callable[[str, float], None]
 """``report(current step, share of the work that is done)``."""
 Key = tuple[Contestant, Device, Shape]
+
+
+class Job(NamedTuple):
+    """A case on a device."""
+
+    device: Device
+    name: str
+    steps: dict[Size, tuple[Pattern, int]]
+    """See ``Options.cases``; all need the same actors."""
+
+    def key(self, one: Contestant) -> Key:
+        pattern, _ = next(iter(self.steps.values()))
+        return one, self.device, shape(one, pattern)
 
 
 def run(options: Options, command: str, report: Report = lambda text, part: None) -> Result:
@@ -81,29 +96,30 @@ class Runner:
     def run(self) -> None:
         """Measure every case, within the time."""
         budget_s = self.options.budget_s
-        jobs = [(device, pattern) for device in self.options.devices for pattern in self.options.patterns]
-        jobs.sort(key=lambda job: not self._able(*job))  # what has only reasons comes last, and takes no time
-        for number, (device, pattern) in enumerate(jobs):
-            self._prepare(device, pattern, number / len(jobs))
+        jobs = [Job(device, *case) for device in self.options.devices for case in self.options.cases().items()]
+        jobs.sort(key=lambda job: not self._able(job))  # what has only reasons comes last, and takes no time
+        for number, job in enumerate(jobs):
+            self._prepare(job, number / len(jobs))
             began = time.monotonic()
-            case = self._case(device, pattern)
+            case = self._case(job)
             progress = partial(self._report, case, (number / len(jobs), 1 / len(jobs)))
-            deadline = began + budget_s / max(1, sum(bool(self._able(*job)) for job in jobs[number:]))
+            deadline = began + budget_s / max(1, sum(bool(self._able(later)) for later in jobs[number:]))
             measure(case, self.options.rounds, self.figures, deadline=deadline, report=progress)
             self._pause()
             budget_s -= time.monotonic() - began
 
-    def _case(self, device: Device, pattern: Pattern) -> Case:
-        known = {one.name: one for one in self.options.contestants if device in one.devices}
+    def _case(self, job: Job) -> Case:
+        known = {one.name: one for one in self.options.contestants if job.device in one.devices}
+        units = {pattern.unit for pattern, _ in job.steps.values()}
         return Case(
-            name=pattern.name,
+            name=job.name,
             contestants=tuple(known),
-            sizes=(0,) if pattern.is_idle else self.options.sizes,
-            body=lambda name, size: self._turn(known[name], device, pattern, int(size)),
-            unit=pattern.unit,
-            device=device,
+            sizes=tuple(job.steps),
+            body=lambda name, size: self._turn(known[name], job.device, *job.steps[size]),
+            unit=units.pop() if len(units) == 1 else "",
+            device=job.device,
             apart=[name for name, one in known.items() if one.own_turn],
-            via=lambda name: self._teams[known[name], device, shape(known[name], pattern)].via,
+            via=lambda name: self._teams[job.key(known[name])].via,
             slow_s=_SLOW_S,
         )
 
@@ -111,22 +127,22 @@ class Runner:
         before, share = done
         self.report(f"{case.device}, {case.name}: {name}", before + share * case.sizes.index(size) / len(case.sizes))
 
-    def _able(self, device: Device, pattern: Pattern) -> list[Contestant]:
+    def _able(self, job: Job) -> list[Contestant]:
         """The contestants that can be measured at some size."""
         return [
             one
             for one in self.options.contestants
-            if device in one.devices
-            and obstacle(one, device, self.site) is None
-            and not all(patterns.obstacle(one, pattern, device, size) for size in self.options.sizes)
+            if job.device in one.devices
+            and obstacle(one, job.device, self.site) is None
+            and not all(patterns.obstacle(one, pattern, job.device, size) for pattern, size in job.steps.values())
         ]
 
-    def _prepare(self, device: Device, pattern: Pattern, done: float) -> None:
-        """Start the actors that this pattern needs and do not run yet, and end the others."""
-        needed: list[Key] = [(one, device, shape(one, pattern)) for one in self._able(device, pattern)]
+    def _prepare(self, job: Job, done: float) -> None:
+        """Start the actors that this case needs and do not run yet, and end the others."""
+        needed = [job.key(one) for one in self._able(job)]
         for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
             self._teams.pop(key).end("no case needs it")
-        place = self.place if device == "cuda" else self.place._replace(gpus=())
+        place = self.place if job.device == "cuda" else self.place._replace(gpus=())
         fresh = {key: self.start(key[0], place, key[2]) for key in needed if key not in self._teams}
         self._teams |= fresh
         waiting, limit = list(fresh.values()), time.monotonic() + START_S
@@ -137,6 +153,11 @@ class Runner:
             waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
         for team in waiting:
             team.end(f"Ray did not start its actors within {START_S:.0f} s")
+        for team in fresh.values():
+            if not team.failed:
+                self.report(f"connecting the actors of {team.one.name}", done)
+                with suppress(Failed):  # again in its first turn
+                    team.open()
         self.gpu_names |= {ready.gpu_name for team in fresh.values() for ready in team.ready if ready.gpu_name}
 
     def _turn(self, one: Contestant, device: Device, pattern: Pattern, size: int) -> float:
@@ -152,7 +173,7 @@ class Runner:
         if (reason := size_obstacle(one, device, size, self.site, free)) is not None:
             raise Failed(reason)
         try:
-            team.open(_ANSWER_S)
+            team.open()
             if team is not self._active:
                 self._pause()
                 if one.own_turn:

@@ -119,7 +119,7 @@ def describe_host(node: Mapping[str, Any]) -> Host:
         endpoint=probe.probe(name=socket.gethostname(), node_ip=node["NodeManagerAddress"], wants_gpu=False),
         node=node["NodeID"],
         free_bytes=free_memory(),
-        packages=frozenset(name for name in ("pynng", "nixl") if importlib.util.find_spec(name)),
+        packages=frozenset(name for name in ("pynng", "nixl", "monarch") if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
         gpus=int(node["Resources"].get("GPU", 0)),
         cores=os.cpu_count() or 0,
@@ -188,6 +188,7 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
     "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True),
     "pynng": lambda site: _package(site, "pynng", "pynng"),
     "nixl": lambda site: _package(site, "nixl", "'.[nixl]' in a checkout"),
+    "Monarch": lambda site: _package(site, "monarch", "'.[peers]' in a checkout"),
     "ObjectRefs": lambda site: requirements.obstacle("objectrefs", ray.__version__),
 }
 

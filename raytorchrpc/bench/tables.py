@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.bench.cases import Device, Figure
+from raytorchrpc.bench.cases import Device, Figure, show_size
 from raytorchrpc.bench.results import Result, published
 from raytorchrpc.text import table as text_table
 
@@ -96,6 +96,23 @@ def _cell(figure: Figure | None, first: Figure | None) -> str:
         ratio = figure.median / first.median
         text += f" x{ratio:.2g}" if ratio < 100 else f" x{ratio:,.0f}"
     return text
+
+
+def summary(result: Result) -> list[str]:
+    """A sentence for each device: how much faster raytorchrpc is than Ray at the best and at the smallest size."""
+    times: dict[Device, dict[str, dict[int, float]]] = {}
+    for one in result.figures:
+        if one.case == "tensors" and isinstance(one.size, int) and one.median:
+            times.setdefault(one.device, {}).setdefault(one.contestant, {})[one.size] = one.median
+    lines = []
+    for device, of in times.items():
+        ours, rays = of.get("raytorchrpc", {}), of.get("ray", {})
+        if gains := {size: rays[size] / ours[size] for size in sorted(ours.keys() & rays.keys())}:
+            best, smallest = max(gains, key=lambda size: gains[size]), min(gains)
+            at = dict.fromkeys((best, smallest))
+            said = " and ".join(f"{show(gains[size])} times as fast as ray at {show_size(size)}" for size in at)
+            lines.append(f"{DEVICES[device]}: raytorchrpc is {said} (the best and the smallest size).")
+    return lines
 
 
 def gaps(result: Result) -> list[str]:

@@ -125,8 +125,8 @@ class Team:
                 self.end(str(failure))
         return bool(late)
 
-    def open(self, timeout_s: float) -> None:
-        """Connect the actors, once. Raises Failed."""
+    def open(self, timeout_s: float = START_S) -> None:
+        """Connect the actors, once. Raises Failed, again each time."""
         if self._problem is None:
             self._problem = ""
             try:
@@ -225,7 +225,7 @@ class Team:
         if self._link is not None:
             payload = self._link.payload(device, size, pattern.tensors, Member(False).produce)
             try:
-                return [actors.measure([self._link.calls(last, method, *payload)], pattern, window)]
+                return [self._link.run(actors.measure, [last], method, payload, pattern, window)]
             except Failed:
                 raise
             except Exception as error:  # an alpha or beta API: any exception is the contestant's reason

@@ -252,10 +252,11 @@ class GroupStats(Shown, tuple[PairStats, ...]):
         text = self.table()
         return f"{text}\nno answer from: {', '.join(self.missing)} (away or stopped)" if self.missing else text
 
-    def table(self, width: int | None = None, seconds: float = 0) -> str:
+    def table(self, width: int | None = None, seconds: float = 0, steady: bool = False) -> str:
         """The rows as text, busiest first.
 
         Args:
+            steady: by name instead, so that rows keep their places.
             width: columns that are available; None: those of the terminal, or 120 without one.
             seconds: show counts divided by this; 0: show them as they are.
         """
@@ -267,16 +268,19 @@ class GroupStats(Shown, tuple[PairStats, ...]):
             (self.queues, _QUEUES, 3),
             *((self.weights, {**_STORE, **part}, 3) for part in weights),
         ]
-        return "\n\n".join(_table(*each, width, seconds) for each in tables if each[0] or each[0] is self)
+        return "\n\n".join(_table(*each, width, seconds, steady) for each in tables if each[0] or each[0] is self)
 
 
-def _table(rows: Sequence[Any], columns: dict[str, str], texts: int, width: int, seconds: float) -> str:
+def _table(rows: Sequence[Any], columns: dict[str, str], texts: int, width: int, seconds: float, steady: bool) -> str:
     """``texts``: how many columns are texts."""
+    names = list(columns.values())[:texts]
     counts = {"failures", *getattr(rows[0], "COUNTS", ())} if rows and seconds else set()
     heads = [f"{head}\n/s" if name in counts else head for head, name in columns.items()]
     lines = [
         [_cell(name, getattr(row, name), seconds if name in counts else 0) for name in columns.values()]
-        for row in sorted(rows, key=lambda row: -getattr(row, "calls", 0))
+        for row in sorted(
+            rows, key=lambda row: [getattr(row, name) for name in names] if steady else -getattr(row, "calls", 0)
+        )
     ]
     return table(heads, lines, width=width, right=len(heads) - texts)
 

@@ -117,6 +117,9 @@ def bench(
     sizes: Annotated[
         list[str] | None, _option("SIZES", "Sizes, such as 20KB,1.25MB; default: the published ones.", "--sizes")
     ] = None,
+    peers: Annotated[
+        list[str] | None, _option("NAMES", "Measure calls beside Ray and these libraries instead: monarch.")
+    ] = None,
     device: Annotated[str, _option("NAME", "Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute of measuring.")] = False,
     budget_s: Annotated[

@@ -16,7 +16,7 @@ from typing import Any
 from raytorchrpc.bench.patterns import Options, make_options
 from raytorchrpc.bench.plots import check_plots, draw
 from raytorchrpc.bench.results import Result, published, read_result, write_file
-from raytorchrpc.bench.tables import LEGEND, document, gaps, tables
+from raytorchrpc.bench.tables import LEGEND, document, gaps, summary, tables
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
@@ -57,8 +57,8 @@ def run(
     if results:
         runs = [read_result(path) for path in results]
     else:
-        if "pattern" in asked and against:
-            raise ConfigurationError("--against has figures of sizes, not of patterns")
+        if against and asked.keys() & {"pattern", "peers"}:
+            raise ConfigurationError("--against has figures of sizes, not of patterns or peers")
         runs = [_measure(make_options(**asked), address, _repeat_command(asked, address))]
     shown = [result.beside_published() if against else result for result in runs]
     for result in shown:
@@ -149,8 +149,10 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = BarColumn(20), TaskProgressColumn(), TimeElapsedColumn(), text
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=1.0)
         yield lambda text, part: bar.update(task, completed=part, description=text)
@@ -162,7 +164,7 @@ def _show(result: Result, against: str | None) -> None:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for table in tables(result):
         print(f"\n{table.text(width)}")
-    print(f"\n{LEGEND}")
+    print("\n".join(("", LEGEND, *summary(result))))
     if missing := gaps(result):
         print("\n  ".join(("\nNot measured:", *missing)))
     if against and any(figure.contestant.endswith(", published") for figure in result.figures):

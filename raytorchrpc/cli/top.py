@@ -112,7 +112,8 @@ def tables(shown: Sequence[Update], width: int | None = None) -> str:
 
 
 def _of_group(status: GroupStatus, stats: GroupStats, seconds: float, width: int) -> str:
-    lines = [f"group {status.group}, {len(status.members)} members", stats.table(width, seconds)]
+    when = "per second" if seconds else "since it was formed"
+    lines = [f"group {status.group}, {len(status.members)} members, {when}", stats.table(width, seconds, steady=True)]
     lines += [paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
     for row in GroupStats(status.reading).methods:
         lines += [f"failed so far: {row.peer}.{row.method}: {count} x {error}" for error, count in row.errors.items()]

@@ -9,7 +9,7 @@ import pytest
 from raytorchrpc.bench.results import read_result
 from tests.unit import command_line
 
-LANES = ("auto", "cuda-shared-tensor", "torchrpc-TCP")
+LANES = ("raytorchrpc", "cuda-shared-tensor", "torchrpc-TCP")
 PEERS = ("ray", "bare-torchrpc", "gpu-copy")
 
 
@@ -17,9 +17,11 @@ PEERS = ("ray", "bare-torchrpc", "gpu-copy")
     ("pattern", "rows"),
     [
         pytest.param("", (*LANES, *PEERS, "ray-rdt-cuda-ipc"), marks=pytest.mark.gpu),
-        pytest.param("", ("auto", "nccl-nvlink", "nccl-TCP", "bare-nccl", "ray-rdt-nccl"), marks=pytest.mark.gpu(2)),
-        pytest.param("quiet,busy-callee,all-to-all", ("auto", "bare-torchrpc", "ray"), marks=pytest.mark.gpu),
-        pytest.param("quiet", ("auto", "bare-nccl"), marks=pytest.mark.gpu(2)),
+        pytest.param(
+            "", ("raytorchrpc", "nccl-nvlink", "nccl-TCP", "bare-nccl", "ray-rdt-nccl"), marks=pytest.mark.gpu(2)
+        ),
+        pytest.param("quiet,busy-callee,all-to-all", ("raytorchrpc", "bare-torchrpc", "ray"), marks=pytest.mark.gpu),
+        pytest.param("quiet", ("raytorchrpc", "bare-nccl"), marks=pytest.mark.gpu(2)),
     ],
 )
 def test_rows_between_gpus_have_figures(pattern: str, rows: tuple[str, ...], tmp_path: Path) -> None:

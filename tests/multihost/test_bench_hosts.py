@@ -11,7 +11,7 @@ from tests.multihost.rig import Host
 
 pytestmark = pytest.mark.multihost
 
-ROWS = ("auto", "torchrpc-TCP", "nng-TCP", "ray", "bare-socket")
+ROWS = ("raytorchrpc", "torchrpc-TCP", "nng-TCP", "ray", "bare-socket")
 SIZE = 10_000_000
 
 

@@ -39,15 +39,15 @@ def measured(result: Result) -> set[str]:
 def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outputs = ["--json", "r.json", "--plot", "r.png", "--markdown", "r.md"]
-    chosen = ["--rows", "auto,memcpy", "--sizes", "20KB,1.25MB", "--device", "cpu", "--budget", "200"]
+    chosen = ["--rows", "raytorchrpc,memcpy", "--sizes", "20KB,1.25MB", "--device", "cpu", "--budget", "200"]
     code, out, err = bench.run(*chosen, *outputs, folder=tmp_path, timeout=200)
     assert code == 0, out + err
 
     result = read_result(tmp_path / "r.json")
     complete(result)
-    assert measured(result) == {"auto", "memcpy"}
-    assert [one.via for one in result.figures if one.contestant == "auto"] == ["socket", "shm"]
-    assert result.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
+    assert measured(result) == {"raytorchrpc", "memcpy"}
+    assert [one.via for one in result.figures if one.contestant == "raytorchrpc"] == ["socket", "shm"]
+    assert result.command == "raytorchrpc bench --rows raytorchrpc,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
     assert re.search(r"^memcpy +[\d.]+~? x[\d.]+ +[\d.]+~? x[\d.]+$", out, re.MULTILINE), out
 
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -62,7 +62,7 @@ def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Pa
 def test_ctrl_c_leaves_no_process(bench: Command, moment: str, tmp_path: Path) -> None:
     sizes = ",".join(f"{n}KB" for n in range(1, 400))
     process = bench.start(
-        "--rows", "auto,torchrpc-TCP", "--sizes", sizes, "--budget", "200", "--json", "r.json", folder=tmp_path
+        "--rows", "raytorchrpc,torchrpc-TCP", "--sizes", sizes, "--budget", "200", "--json", "r.json", folder=tmp_path
     )
     assert process.stderr is not None
     while moment not in (line := process.stderr.readline()):
@@ -77,7 +77,7 @@ def test_ctrl_c_leaves_no_process(bench: Command, moment: str, tmp_path: Path) -
     if moment == "starting actors":
         assert (out, os.listdir(tmp_path)) == ("", [])
     else:
-        assert measured(read_result(tmp_path / "r.json")) == {"auto", "torchrpc-TCP"}, "the figures so far"
+        assert measured(read_result(tmp_path / "r.json")) == {"raytorchrpc", "torchrpc-TCP"}, "the figures so far"
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, 
     assert code == 0, out + err
     result = read_result(tmp_path / "quick.json")
     complete(result)
-    assert measured(result) >= {"auto", "ray", "bare-socket", "memcpy"}
+    assert measured(result) >= {"raytorchrpc", "ray", "bare-socket", "memcpy"}
     assert "waiting for" in err
     assert bench.gone_within(40)
 
@@ -116,13 +116,22 @@ def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
     try:
         other = cluster.add_node(num_cpus=1)
         hosts = [cluster.head_node.node_id, other.node_id]
-        chosen = ["--rows", "auto,bare-torchrpc,ray", "--sizes", "20KB,1MB", "--device", "cpu", "--budget", "200"]
+        chosen = [
+            "--rows",
+            "raytorchrpc,bare-torchrpc,ray",
+            "--sizes",
+            "20KB,1MB",
+            "--device",
+            "cpu",
+            "--budget",
+            "200",
+        ]
         arguments = ["--address", cluster.address, "--hosts", *hosts, *chosen, "--json", str(tmp_path / "r.json")]
         code, out, err = bench.run(*arguments, timeout=250)
         assert code == 0, out + err
         result = read_result(tmp_path / "r.json")
         complete(result)
-        assert measured(result) == {"auto", "bare-torchrpc", "ray"}
+        assert measured(result) == {"raytorchrpc", "bare-torchrpc", "ray"}
         assert f"--hosts {hosts[0]} {hosts[1]}" in result.command
     finally:
         cluster.shutdown()

@@ -24,10 +24,12 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 VERSIONS = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 #: Distributions that have another name than what is imported.
-DISTRIBUTIONS = {"ale_py": "ale-py", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"ale_py": "ale-py", "monarch": "torchmonarch", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn"}
+DISTRIBUTIONS["yaml"] = "pyyaml"
 #: The extra that a file, or a folder of files, is there for; the longest name that fits. All others: none.
 NEEDS = {
     "raytorchrpc/bench": "bench",
+    "raytorchrpc/bench/links.py": "peers",
     "raytorchrpc/cli": "cli",
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/manifest.py": "cli",

@@ -1,4 +1,6 @@
-"""The rows and rules of both lanes. Imports neither torch nor Ray, so a plan can be made without them."""
+"""The rows and rules of both lanes. Imports neither torch nor Ray, so a plan can be
+made without them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from raytorchrpc.lanes.rules import Pair, Verdict
 
 
 def same_machine(pair: Pair, traffic: Traffic) -> Verdict:
-    """Both lanes need one host, one user, and process ids that mean the same to both members."""
+    """Both lanes need one host, one user, and process ids that both members share."""
     if not pair.a.same_host(pair.b):
         return "different hosts"
     if not pair.a.shares(pair.b, "pid", "net", "user") or pair.a.uid != pair.b.uid:

@@ -1,7 +1,9 @@
-"""A message lane: pickled messages over one Unix stream socket for each direction between two members.
+"""A message lane: pickled messages over one Unix stream socket for each direction
+between two members.
 
-Each connection has a thread that reads, and one that writes, so ``call`` never blocks. Both ends prove that they know
-the group's secret before anything else is read.
+Each connection has a thread that reads, and one that writes, so ``call`` never
+blocks. Both ends prove that they know the group's secret before anything else is
+read.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ from typing import ClassVar
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
+from raytorchrpc.lanes.base import (
+    Capabilities,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Serve,
+    Spawn,
+)
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import as_copyable, tensor_in
@@ -30,26 +40,45 @@ _REQUEST, _REPLY = 0, 1
 
 
 def _pack(kind: int, number: int, message: Message) -> bytes:
-    tensors = [(tensor.dtype, tuple(tensor.shape), _bytes_of(tensor)) for tensor in message.body.tensors]
+    tensors = [
+        (tensor.dtype, tuple(tensor.shape), _bytes_of(tensor))
+        for tensor in message.body.tensors
+    ]
     body = bytes(message.body.payload), message.body.buffers
-    return pickle.dumps((kind, number, message.header, message.manifests, body, tensors), protocol=5)
+    return pickle.dumps(
+        (kind, number, message.header, message.manifests, body, tensors), protocol=5
+    )
 
 
 def _bytes_of(tensor: torch.Tensor) -> pickle.PickleBuffer:
     """The tensor's data, which arrives as a bytearray."""
-    return pickle.PickleBuffer(as_copyable(tensor).contiguous().view(-1).view(torch.uint8).numpy())
+    return pickle.PickleBuffer(
+        as_copyable(tensor).contiguous().view(-1).view(torch.uint8).numpy()
+    )
 
 
 def _unpack(data: bytes) -> tuple[int, int, Message]:
     kind, number, header, manifests, (payload, buffers), tensors = pickle.loads(data)
-    arrived = [tensor_in(memory, 0, (dtype, shape)) for dtype, shape, memory in tensors]
-    return kind, number, Message(header, Encoded(payload, arrived, (), buffers), manifests=manifests)
+    arrived = [
+        tensor_in(memory, 0, (dtype, shape)) for dtype, shape, memory in tensors
+    ]
+    return (
+        kind,
+        number,
+        Message(header, Encoded(payload, arrived, (), buffers), manifests=manifests),
+    )
 
 
 class Stream:
     """One connection. The end that called sends requests, the other one replies."""
 
-    def __init__(self, lane: UnixStreamLane, sock: socket.socket, peer: str, address: str | None) -> None:
+    def __init__(
+        self,
+        lane: UnixStreamLane,
+        sock: socket.socket,
+        peer: str,
+        address: str | None,
+    ) -> None:
         """``address``: to connect to; None for a connection that was accepted."""
         self._lane, self._sock, self._peer, self._address = lane, sock, peer, address
         self._lock = threading.Lock()
@@ -58,9 +87,13 @@ class Stream:
         self._numbers = itertools.count()
         self._cause = ""
         self._proved = False
-        threading.Thread(target=self._run, name="unix-stream-read", daemon=True).start()
+        threading.Thread(
+            target=self._run, name="unix-stream-read", daemon=True
+        ).start()
 
-    def request(self, message: Message, on_released: Callable[[], None] | None) -> Pending:
+    def request(
+        self, message: Message, on_released: Callable[[], None] | None
+    ) -> Pending:
         pending = Pending(on_released)
         number = next(self._numbers)
         self._send(_pack(_REQUEST, number, message), {number: pending})
@@ -85,7 +118,12 @@ class Stream:
                 answer_challenge(pipe, self._lane.secret)
                 deliver_challenge(pipe, self._lane.secret)
             self._proved = True
-            writer = threading.Thread(target=self._write, args=(pipe,), name="unix-stream-write", daemon=True)
+            writer = threading.Thread(
+                target=self._write,
+                args=(pipe,),
+                name="unix-stream-write",
+                daemon=True,
+            )
             writer.start()
             while True:
                 self._arrived(*_unpack(pipe.recv_bytes()))
@@ -106,23 +144,31 @@ class Stream:
 
     def _arrived(self, kind: int, number: int, message: Message) -> None:
         if kind == _REPLY:
-            if (pending := self._pending.pop(number, None)) is not None:  # else the connection has just ended
+            pending = self._pending.pop(number, None)
+            if pending is not None:  # else the connection has just ended
                 pending.settle(message)
             return
-        reply: Reply = lambda answer: self._send(_pack(_REPLY, number, answer), {})  # noqa: E731
+
+        def reply(answer: Message) -> None:
+            self._send(_pack(_REPLY, number, answer), {})
+
         work = self._lane.serve(message, reply)
         if work is not None:
             self._lane.spawn(work)
 
     def end(self, cause: str) -> None:
-        """Close it; calls that wait for a reply fail with ``cause``. Only the first cause counts."""
+        """Close it; calls that wait for a reply fail with ``cause``.
+
+        Only the first cause counts.
+        """
         with self._lock:
             if self._cause:
                 return
             self._cause = cause
             self._outgoing.put(None)
         with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # ends both threads' reads and writes
+            # Ends both threads' reads and writes.
+            self._sock.shutdown(socket.SHUT_RDWR)
         while self._pending:
             lost = PeerLost(self._peer, cause, may_have_run=self._proved)
             self._pending.popitem()[1].settle(None, lost)
@@ -150,7 +196,9 @@ class UnixStreamLane(MessageLane):
             self._listener.listen(128)
         except OSError as error:
             raise LaneUnavailable(self.name, f"cannot listen: {error}") from error
-        threading.Thread(target=self._accept, name="unix-stream-accept", daemon=True).start()
+        threading.Thread(
+            target=self._accept, name="unix-stream-accept", daemon=True
+        ).start()
         return address
 
     def _accept(self) -> None:
@@ -162,7 +210,9 @@ class UnixStreamLane(MessageLane):
         with self._lock:
             if self._closed:
                 sock.close()
-                raise PeerLost(peer, "this member has left the group", may_have_run=False)
+                raise PeerLost(
+                    peer, "this member has left the group", may_have_run=False
+                )
             stream = Stream(self, sock, peer, address)
             self._streams.add(stream)
         return stream
@@ -191,9 +241,13 @@ class UnixStreamLane(MessageLane):
         with self._lock:
             stream, address = self._outgoing.get(peer), self._addresses.get(peer)
             if address is None:
-                raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
+                raise PeerLost(
+                    peer, "it is not in the group (any more)", may_have_run=False
+                )
             if stream is None:
-                stream = self._add(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), peer, address)
+                stream = self._add(
+                    socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), peer, address
+                )
                 self._outgoing[peer] = stream
         return stream.request(message, on_released)
 

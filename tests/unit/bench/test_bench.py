@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
     assert (usual.contestants, usual.devices) == (LINKS, ("cpu", "cuda"))
     assert list(usual.sizes) == sorted({size for curve in published()[1].values() for size in curve})
     assert [parse_size(show_size(size)) for size in usual.sizes] == list(usual.sizes)
-    some = make_options(rows=["nccl-*,auto", "memcpy"], sizes=["1MB,1KB", "1000"], device="cpu")
+    some = make_options(rows=["nccl-*,raytorchrpc", "memcpy"], sizes=["1MB,1KB", "1000"], device="cpu")
     assert [one.name for one in some.contestants] == [
-        "auto",
+        "raytorchrpc",
         "nccl-nvlink",
         "nccl-TCP",
         "nccl-IB",
@@ -61,8 +62,10 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
 
 
 def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
-    some = make_options(pattern=["paced,all-*"], rows=["auto,ray*"], sizes=["10MB,nothing", "1.25KB"], device="cpu")
-    assert [one.name for one in some.contestants] == ["auto", "ray"]
+    some = make_options(
+        pattern=["paced,all-*"], rows=["raytorchrpc,ray*"], sizes=["10MB,nothing", "1.25KB"], device="cpu"
+    )
+    assert [one.name for one in some.contestants] == ["raytorchrpc", "ray"]
     assert {one.name.partition(",")[0] for one in some.patterns} == {"paced", "all-to-all"}
     assert some.sizes == (0, 1250, 10_000_000)
     everything, quick = make_options(pattern=["all"]), make_options(pattern=["all"], quick=True)
@@ -75,7 +78,7 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--rows", "carrier-pigeon"], "no row 'carrier-pigeon'; rows: auto, "),
+        (["--rows", "carrier-pigeon"], "no row 'carrier-pigeon'; rows: raytorchrpc, "),
         (["--sizes", "1.25KB,huge"], "size 'huge' is not a number of bytes"),
         (["--device", "tpu"], "device 'tpu' is not one of cpu, cuda, all"),
         (["--device", "cpu", "--rows", "bare-nccl"], "none of the rows bare-nccl carries cpu tensors"),
@@ -94,10 +97,12 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
         (["--address", "nonsense"], "no Ray cluster at nonsense: "),
         (["--hosts", "a", "b"], "no Ray cluster answers at 127.0.0.1:1"),
         (["--pattern", "waltz"], "no pattern 'waltz'; patterns: quiet, paced, "),
-        (["--pattern", "quiet", "--rows", "memcpy"], "no row 'memcpy'; rows: auto, bare-torchrpc, "),
+        (["--pattern", "quiet", "--rows", "memcpy"], "no row 'memcpy'; rows: raytorchrpc, bare-torchrpc, "),
         (["--pattern", "quiet", "--sizes", "huge"], "size 'huge' is not a number of bytes"),
         (["--pattern", "quiet", "--hosts", "a", "b"], "--pattern measures within one host"),
         (["--pattern", "quiet", "--against", "published"], "--against has figures of sizes, not of patterns"),
+        (["--peers", "monarch", "--sizes", "1KB"], "--peers measures rows of its own"),
+        (["--peers", "gloo"], "no row 'gloo'; rows: raytorchrpc, ray, monarch"),
     ],
 )
 def test_bad_options_are_one_line_and_start_nothing(
@@ -117,6 +122,21 @@ def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
     ran = command_line.run("bench", "--plot", "x.png")
     assert ran.exit_code == 2
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
+
+
+@pytest.mark.parametrize(
+    ("there", "says"),
+    [
+        (None, r"--peers monarch needs Monarch: pip install '.\[peers\]' in a checkout"),
+        ("there", "Monarch cannot be imported beside torch .*pip install 'torchmonarch==0.7.[*]' 'torch=="),
+    ],
+)
+def test_without_a_monarch_that_works_the_remedy_is_one_line(there: Any, says: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("raytorchrpc.bench.patterns.find_spec", lambda name: there)
+    monkeypatch.setattr("sys.executable", shutil.which("false") or "false")
+    ran = command_line.run("bench", "--peers", "monarch")
+    assert ran.exit_code == 2 and ran.stderr.count("\n") == 1
+    assert re.search(says, ran.stderr)
 
 
 def test_nodes_are_found_by_id_address_and_name() -> None:
@@ -154,7 +174,7 @@ def adapter(state: str = "ACTIVE") -> Hca:
     return Hca(name="mlx5_0", ports=(HcaPort(number=1, state=state, link_layer="InfiniBand", gids=(gid,)),))
 
 
-CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "bare-torchrpc"}
+CUDA_ANYWHERE = {"raytorchrpc", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "bare-torchrpc"}
 CUDA_ANYWHERE |= {"ray-rdt-nixl", "ray-rdt-torchrpc"}
 ANYWHERE = CUDA_ANYWHERE | {"nng-TCP", "ray-rdt-gloo", "socket", "bare-socket", "memcpy"}
 TWO_GPUS = {"nccl-TCP", "ray-rdt-nccl", "bare-nccl"}
@@ -192,14 +212,14 @@ def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) ->
 @pytest.mark.parametrize(
     ("row", "device", "where", "says"),
     [
-        ("auto", "cuda", site(place()), "Ray has no GPU"),
+        ("raytorchrpc", "cuda", site(place()), "Ray has no GPU"),
         ("torchrpc-IB", "cpu", site(place()), "needs two hosts"),
         ("nccl-nvlink", "cuda", site(place(gpus=1)), "needs two GPUs, and there is one"),
         ("nccl-IB", "cuda", site(place(gpus=2, hcas=(adapter("DOWN"),))), "no port of an RDMA adapter is active"),
         ("bare-nccl", "cuda", site(place(gpus=2, nccl=False)), "this torch build has no NCCL"),
         ("shm", "cpu", site(place(), place("two")), "needs both ends on one host"),
         ("torchrpc-IB", "cpu", site(place(), place("two")), "no RDMA adapter (HCA)"),
-        ("auto", "cuda", site(place(gpus=1), place("two")), "Ray has no GPU on one of the nodes"),
+        ("raytorchrpc", "cuda", site(place(gpus=1), place("two")), "Ray has no GPU on one of the nodes"),
         ("torchrpc-GDR", "cuda", site(place(**ADAPTER), place("two", **ADAPTER)), "load nvidia-peermem"),
         ("nng-TCP", "cpu", site(place(packages=frozenset())), "pynng is not installed: pip install pynng"),
         ("ray-rdt-nixl", "cpu", site(place(packages=frozenset())), "pip install '.[nixl]'"),
@@ -214,10 +234,10 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
     [
         ("bare-nccl", Pattern(), "cuda", 1250, None),
         ("bare-nccl", Pattern(), "cuda", 0, "only for CUDA tensors in a tight loop"),
-        ("auto", Pattern(in_flight=8, unit="calls/s"), "cpu", 10**7, "up to 1 MB"),
+        ("raytorchrpc", Pattern(in_flight=8, unit="calls/s"), "cpu", 10**7, "up to 1 MB"),
         ("bare-socket", Pattern(interval_s=0.002), "cpu", 0, None),
         ("bare-socket", Pattern(busy="Python"), "cpu", 0, "no calls beside each other"),
-        *((name, Pattern(), "cpu", 1250, None) for name in ("auto", "bare-torchrpc", "ray")),
+        *((name, Pattern(), "cpu", 1250, None) for name in ("raytorchrpc", "bare-torchrpc", "ray")),
     ],
 )
 def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device: Device, size: int, says: Any) -> None:
@@ -227,9 +247,9 @@ def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device
 
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
     here = site(place(free_bytes=10 * GB, store_bytes=GB))
-    assert size_obstacle(BY_NAME["auto"], "cpu", 10**6, here) is None
+    assert size_obstacle(BY_NAME["raytorchrpc"], "cpu", 10**6, here) is None
     assert "carries at most" in (size_obstacle(BY_NAME["socket"], "cpu", 1 << 20, here) or "")
-    assert "of memory, 8 GB is usable" in (size_obstacle(BY_NAME["auto"], "cpu", 5 * GB, here) or "")
+    assert "of memory, 8 GB is usable" in (size_obstacle(BY_NAME["raytorchrpc"], "cpu", 5 * GB, here) or "")
     assert "of GPU memory" in (size_obstacle(BY_NAME["cuda-shared-tensor"], "cuda", 5 * GB, here, 10 * GB) or "")
     assert "object store of 1 GB" in (size_obstacle(BY_NAME["ray"], "cpu", 6 * 10**8, here) or "")
 
@@ -253,7 +273,7 @@ def test_contestants_and_patterns_are_sound() -> None:
     for one in LINKS:
         GroupConfig(**one.config)
     with pytest.raises(ConfigurationError):
-        choose(["auto", "Auto"])
+        choose(["raytorchrpc", "Auto"])
     assert all(variants(name, quick) for name in PATTERNS for quick in (True, False))
 
 
@@ -276,16 +296,16 @@ def result(*figures: Figure, **more: Any) -> Result:
 
 def links(rays: float | str = 5.0, device: Device = "cpu") -> Result:
     """A run of sizes."""
-    times: dict[str, Any] = {"auto": 1.0, "shm": 0.8, "ray": rays, "nixl": "nixl is not installed"}
+    times: dict[str, Any] = {"raytorchrpc": 1.0, "shm": 0.8, "ray": rays, "nixl": "nixl is not installed"}
     figures = [figure(name, size, "it was slow" if (name, size) == ("ray", 40_000_000) else value, device=device,
-                    via="shm" if name == "auto" else None)
+                    via="shm" if name == "raytorchrpc" else None)
              for size in (1250, 40_000_000) for name, value in times.items()]  # fmt: skip
     return result(*figures, published={"shm": ("intranode", "shm")})
 
 
 def paced() -> Result:
     """A run of a pattern."""
-    figures = {("auto", 0): 0.1, ("ray", 0): "it broke", ("auto", 1250): 0.25, ("ray", 1250): 1.0}
+    figures = {("raytorchrpc", 0): 0.1, ("ray", 0): "it broke", ("raytorchrpc", 1250): 0.25, ("ray", 1250): 1.0}
     return result(*(figure(name, size, value, case="paced") for (name, size), value in figures.items()))
 
 
@@ -301,11 +321,11 @@ def test_a_run_that_ctrl_c_ended_is_shown_and_written(monkeypatch: pytest.Monkey
     run, file = links().model_copy(update={"interrupted": True}), tmp_path / "r.json"
     monkeypatch.setattr("raytorchrpc.cli.bench._measure", lambda *_: run)
     ran = command_line.run("bench", "--json", str(file))
-    assert ran.exit_code not in (0, 2) and "auto" in ran.stdout
+    assert ran.exit_code not in (0, 2) and "raytorchrpc" in ran.stdout
     assert read_result(file) == run
 
 
-@pytest.mark.parametrize("run", [links(), paced(), result(figure("auto", 1, "it broke")), result()])
+@pytest.mark.parametrize("run", [links(), paced(), result(figure("raytorchrpc", 1, "it broke")), result()])
 def test_a_result_is_written_and_read_again(run: Result, tmp_path: Path) -> None:
     write_file(tmp_path / "r.json", run.to_json())
     assert read_result(tmp_path / "r.json") == run
@@ -315,11 +335,30 @@ def test_a_result_is_written_and_read_again(run: Result, tmp_path: Path) -> None
 def test_the_longer_of_contestants_and_sizes_goes_down() -> None:
     (down,) = tables.tables(links())
     assert down.heads == ["", "1.25 KB", "40 MB"]
-    assert down.rows == [["auto", "1", "1"], ["shm", "0.8 x0.8", "0.8 x0.8"], ["ray", "5 x5", "-"],
-                         ["lane of auto", "shm", "shm"]]  # fmt: skip
-    (across,) = tables.tables(result(*(figure(name, size, 2.0) for name in ("auto", "ray") for size in (1, 2, 3))))
-    assert across.heads == ["", "auto", "ray"] and across.rows[0] == ["1 B", "2", "2 x1"]
-    assert across.markdown().splitlines()[:3] == ["|  | auto | ray |", "| --- | ---: | ---: |", "| 1 B | 2 | 2 x1 |"]
+    assert down.rows == [["raytorchrpc", "1", "1"], ["shm", "0.8 x0.8", "0.8 x0.8"], ["ray", "5 x5", "-"],
+                         ["lane of raytorchrpc", "shm", "shm"]]  # fmt: skip
+    (across,) = tables.tables(
+        result(*(figure(name, size, 2.0) for name in ("raytorchrpc", "ray") for size in (1, 2, 3)))
+    )
+    assert across.heads == ["", "raytorchrpc", "ray"] and across.rows[0] == ["1 B", "2", "2 x1"]
+    assert across.markdown().splitlines()[:3] == [
+        "|  | raytorchrpc | ray |",
+        "| --- | ---: | ---: |",
+        "| 1 B | 2 | 2 x1 |",
+    ]
+
+
+def test_a_summary_names_the_best_and_the_smallest_size(tmp_path: Path) -> None:
+    said = "raytorchrpc is 18 times as fast as ray at 40 MB and 5 times as fast as ray at 1.25 KB"
+    times = {
+        ("raytorchrpc", 1250): 1.0,
+        ("ray", 1250): 5.0,
+        ("raytorchrpc", 40_000_000): 2.0,
+        ("ray", 40_000_000): 36.0,
+    }
+    text = shown(result(*(figure(*key, value) for key, value in times.items())), tmp_path)
+    assert f"CPU: {said} (the best and the smallest size)." in text
+    assert "times as fast" not in shown(paced(), tmp_path)
 
 
 def test_published_figures_stand_beside_those_of_the_run(tmp_path: Path) -> None:
@@ -351,7 +390,12 @@ def test_the_document_says_how_to_get_it_again_and_what_is_missing(tmp_path: Pat
     file, out = tmp_path / "run.json", tmp_path / "out.md"
     assert "1.25 KB" in shown(links(), tmp_path, "--from", str(file), "--markdown", str(out))
     text = out.read_text()
-    for part in ("`raytorchrpc bench --quick`: 2 cores", "tree abc, 2026-01-01", "| auto | 1 | 1 |", "nixl is not"):
+    for part in (
+        "`raytorchrpc bench --quick`: 2 cores",
+        "tree abc, 2026-01-01",
+        "| raytorchrpc | 1 | 1 |",
+        "nixl is not",
+    ):
         assert text.count(part) == 2
     nothing = "raytorchrpc bench: no contestant produced a figure; the reasons are above\n"
     assert shown(result(), tmp_path, code=1) == nothing

@@ -168,7 +168,7 @@ class ScriptedTeam:
         if step in self.breaks:
             raise self.breaks[step]
 
-    def open(self, timeout_s: float) -> None:
+    def open(self) -> None:
         self._do(f"open {self.one.name}")
 
     def resume(self) -> None:
@@ -206,19 +206,19 @@ def run() -> Callable[..., dict[Any, Figure]]:
 
 
 def test_a_figure_says_which_lane_it_took(run: Any) -> None:
-    figures = run(["auto", "ray"])
-    assert ScriptedTeam.log.count("turn auto 1250") == 3
-    assert figures["auto", "quiet", 1250].via == "shm"
+    figures = run(["raytorchrpc", "ray"])
+    assert ScriptedTeam.log.count("turn raytorchrpc 1250") == 3
+    assert figures["raytorchrpc", "quiet", 1250].via == "shm"
 
 
 def test_actors_serve_all_cases_of_their_number_and_end_when_none_needs_them(run: Any) -> None:
-    run(["auto", "ray"], Pattern("one"), Pattern("two"), Pattern("wide", members=4))
+    run(["raytorchrpc", "ray"], Pattern("one"), Pattern("two"), Pattern("wide", members=4))
     log = [line for line in ScriptedTeam.log if line.split()[0] in ("start", "end")]
-    assert log == ["start auto", "start ray", "end auto", "end ray"] * 2
+    assert log == ["start raytorchrpc", "start ray", "end raytorchrpc", "end ray"] * 2
 
 
 def test_what_polls_is_active_in_its_own_turns_only(run: Any) -> None:
-    run(["auto", "bare-torchrpc"], sizes=(1250,))
+    run(["raytorchrpc", "bare-torchrpc"], sizes=(1250,))
     log = [line for line in ScriptedTeam.log if line.split()[0] in ("resume", "pause", "turn")]
     between = log[log.index("resume bare-torchrpc") + 1 : log.index("pause bare-torchrpc")]
     assert between == ["turn bare-torchrpc 1250"] * 3 and log.count("resume bare-torchrpc") == 1
@@ -226,13 +226,21 @@ def test_what_polls_is_active_in_its_own_turns_only(run: Any) -> None:
 
 def test_one_that_is_stuck_loses_its_actors_and_starts_anew_with_the_next_case(run: Any) -> None:
     ScriptedTeam.breaks = {"turn ray 0": Stuck("no answer within 60 s")}
-    figures = run(["auto", "ray"], Pattern("one"), Pattern("two"))
+    figures = run(["raytorchrpc", "ray"], Pattern("one"), Pattern("two"))
     assert figures["ray", "one", 0].reason == figures["ray", "one", 1250].reason == "no answer within 60 s"
-    assert figures["auto", "one", 0].median == 1.0
-    assert ScriptedTeam.log.count("start ray") == 2 and ScriptedTeam.log.count("start auto") == 1
+    assert figures["raytorchrpc", "one", 0].median == 1.0
+    assert ScriptedTeam.log.count("start ray") == 2 and ScriptedTeam.log.count("start raytorchrpc") == 1
+
+
+def test_patterns_with_sizes_of_their_own_share_a_table(run: Any) -> None:
+    rows = Pattern("an empty call, ms", size=0), Pattern("in flight, calls/s", "calls/s", size=1250, in_flight=64)
+    figures = run(["raytorchrpc", "ray"], *rows)
+    assert [*figures] == [(name, "calls beside peers", row.name) for row in rows for name in ("raytorchrpc", "ray")]
+    assert {one.unit for one in figures.values()} == {""} and ScriptedTeam.log.count("turn ray 1250") == 3
+    assert ScriptedTeam.log.index("open ray") < ScriptedTeam.log.index("turn raytorchrpc 0")
 
 
 def test_what_cannot_run_here_starts_no_actors_and_says_why(run: Any) -> None:
-    figures = run(["auto", "bare-socket"], Pattern("many", in_flight=8))
+    figures = run(["raytorchrpc", "bare-socket"], Pattern("many", in_flight=8))
     assert figures["bare-socket", "many", 0].reason == "a socket has no calls beside each other"
     assert "start bare-socket" not in ScriptedTeam.log

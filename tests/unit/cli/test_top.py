@@ -53,6 +53,19 @@ def test_a_quiet_pair_has_no_mean_and_a_member_that_came_back_counts_anew() -> N
     assert between(look(1.0, counted(100)), look(2.0, counted(4))).stats[0].calls == 4
 
 
+def test_rows_keep_their_places_and_a_table_says_what_it_counts() -> None:
+    rows = [PairStats(name, "b", "shm", "", calls) for name, calls in (("a", 1), ("c", 9))]
+    early = update(None, look(1.0))
+    first, swapped = look(2.0, *rows), look(3.0, PairStats("a", "b", "shm", "", 90), rows[1])
+    for shown, when in (
+        (update(None, first), "since it was formed"),
+        (update(update(early, first), swapped), "per second"),
+    ):
+        text = tables([shown], 120)
+        assert text.startswith(f"group g, 2 members, {when}\n")
+        assert text.index("\na ") < text.index("\nc ")
+
+
 def test_a_status_survives_its_way_as_json() -> None:
     queue = QueueStats("a", "queue", "q", "", 3, getting=("b",))
     members = [MemberStats("a", 1, 2, {"b": 3}, 9)]
