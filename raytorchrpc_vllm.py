@@ -7,12 +7,16 @@ nothing, and tells vLLM only where the classes are: they are imported once someb
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import Any
 
 BACKEND = "raytorchrpc"
 
 
 def register() -> None:
-    """Register the backend with vLLM. Idempotent; imports nothing that vLLM has not imported."""
+    """Register the backend with vLLM, and how its server has adapters by name. Idempotent.
+
+    Imports nothing that vLLM's server has not imported.
+    """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     except ImportError:
@@ -23,3 +27,15 @@ def register() -> None:
     ):
         with suppress(ValueError):  # registered already: some processes of vLLM load their plugins again
             factory.register_engine(BACKEND, f"raytorchrpc.integrations.vllm.{module}", name)
+    with suppress(ImportError):
+        from vllm.lora.request import LoRARequest
+        from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+
+        class Resolver(LoRAResolver):
+            """Has an adapter by the name of ``integrations.adapters.name_of``, also in a server that was restarted."""
+
+            async def resolve_lora(self, base_model_name: str, lora_name: str) -> Any:
+                return LoRARequest(lora_name, 1, lora_name) if lora_name.startswith(f"{BACKEND}://") else None
+
+        if BACKEND not in LoRAResolverRegistry.get_supported_resolvers():
+            LoRAResolverRegistry.register_resolver(BACKEND, Resolver())

@@ -1,4 +1,7 @@
-"""Brings the weights of TRL's ``AsyncGRPOTrainer`` to a vLLM server: ``weight_transfer=RayTorchRpcWeightTransfer()``.
+"""Brings the weights of TRL's trainers to a vLLM server.
+
+``AsyncGRPOTrainer`` and ``AsyncDistillationTrainer`` take ``weight_transfer=RayTorchRpcWeightTransfer()``. Before a
+``GRPOTrainer``, or another one with ``vllm_mode="server"``, is made: ``use_in_server_mode()``.
 
 The first training process publishes each version once, and the server's workers pull it. They generate meanwhile, and
 pause only while they pull. The server runs with ``--weight-transfer-config '{"backend": "raytorchrpc"}'``.
@@ -6,13 +9,18 @@ pause only while they pull. The server runs with ``--weight-transfer-config '{"b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import atexit
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
 
 import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.adapters import adapter_of, name_of
 from raytorchrpc.integrations.engines import Progress
 from raytorchrpc.integrations.versions import adapted_to
 
@@ -21,7 +29,8 @@ with adapted_to("trl", "1.16", "1.17"):
 
 
 class RayTorchRpcWeightTransfer:
-    """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes. Every training process makes one; the first one uses it.
+    """What ``weight_transfer=`` of TRL's asynchronous trainers takes. Every training process makes one; the first one
+    uses it.
 
     If that process is in no group, it forms one, which any process of its Ray cluster may join, and connects to Ray if
     it has not. A server that it has started needs no Ray. In an update that fails, the server stays paused, and the
@@ -54,6 +63,9 @@ class RayTorchRpcWeightTransfer:
         self._group, self._config = group, config
         self._formed: rtr.Group | None = None
         self._store: rtr.WeightStore | None = None
+        self._adapters: rtr.WeightStore | None = None
+        self._adapter: str | None = None
+        """The name of the adapter that the server has."""
         self._vllm = VLLMClient(server_url, timeout)
 
     def init_weight_transfer(self) -> None:
@@ -64,7 +76,7 @@ class RayTorchRpcWeightTransfer:
         """
         self._vllm.wait_for_server_ready()
         self._become_member()
-        self._store = rtr.WeightStore(self._store_name, keep=2)
+        self._store = rtr.WeightStore(self._store_name)
 
     def pause(self) -> None:
         """Do nothing yet: the server generates until the weights are published."""
@@ -79,39 +91,69 @@ class RayTorchRpcWeightTransfer:
             self.init_weight_transfer()
         assert self._store is not None
         version = self._store.publish(iterator, timeout=self.timeout)
+        self._deliver(f"version {version} of {self._store_name!r}, and stays paused", partial(self._bring, version))
+
+    def send_adapter(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Publish ``adapter_of(model)`` of ``integrations.adapters``, and have the server load it. Blocks until it has.
+
+        Returns the name by which requests ask for it. Those that run go on with their own: nothing is paused. The
+        server unloads the adapter before it.
+
+        Raises RayTorchRpcError as ``send_weights``.
+        """
+        if self._adapters is None:
+            if self._store is None:
+                self.init_weight_transfer()
+            self._adapters = rtr.WeightStore(f"{self._store_name}-adapter", keep=2)
+        version = self._adapters.publish(tensors, timeout=self.timeout)
+        name, before = name_of(self._adapters, version, self._group), self._adapter
+        self._deliver(
+            f"version {version} of {self._adapters.name!r}",
+            lambda progress: self._vllm.load_lora_adapter(name, name, timeout=progress.left()),
+        )
+        self._adapter = name
+        if before is not None:
+            with suppress(OSError):  # it is started again just now
+                self._vllm.unload_lora_adapter(before, timeout=self.timeout)
+        return name
+
+    def _deliver(self, label: str, bring: Callable[[Progress], None]) -> None:
+        """Have the server take something, which may be started again meanwhile."""
         progress = Progress(self.timeout)
         while True:
             try:
-                return self._bring(version, progress)
+                return bring(progress)
             except Exception as error:
-                with suppress(Exception):  # ranks that did not fail are still in the update
-                    self._vllm.finish_weight_update(timeout=self.timeout)
                 if isinstance(error, OSError) and progress.left():  # of requests: it is not there
                     with suppress(TimeoutError):
                         self._vllm.server_timeout = progress.left()
                         self._vllm.wait_for_server_ready()
                         continue
                 raise rtr.RayTorchRpcError(
-                    f"the vLLM server at {self._server_url} has not taken version {version} of {self._store_name!r}, "
-                    f"and stays paused; it has to run with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
-                    f'\'{{"backend": "raytorchrpc"}}\', in the Ray cluster of the training process or as its child: '
-                    f"{error}"
+                    f"the vLLM server at {self._server_url} has not taken {label}; it has to run with "
+                    f'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend": "raytorchrpc"}}\', in the Ray '
+                    f"cluster of the training process or as its child: {error}"
                 ) from error
 
     def _bring(self, version: int, progress: Progress) -> None:
         client = self._vllm
-        client.pause(timeout=progress.left())
         try:
-            client.start_weight_update(timeout=progress.left())
-        except OSError:
-            raise
-        except Exception:  # a trainer that was lost in an update has left it open
+            client.pause(timeout=progress.left())
+            try:
+                client.start_weight_update(timeout=progress.left())
+            except OSError:
+                raise
+            except Exception:  # a trainer that was lost in an update has left it open
+                client.finish_weight_update(timeout=progress.left())
+                client.start_weight_update(timeout=progress.left())
+            info = {"store": self._store_name, "group": self._group, "into": self._into, "timeout": self.timeout}
+            update = {"version": version, "timeout": progress.left(), "init_info": info}
+            client.update_weights(update, timeout=progress.left())
             client.finish_weight_update(timeout=progress.left())
-            client.start_weight_update(timeout=progress.left())
-        info = {"store": self._store_name, "group": self._group, "into": self._into, "timeout": self.timeout}
-        update = {"version": version, "timeout": progress.left(), "init_info": info}
-        client.update_weights(update, timeout=progress.left())
-        client.finish_weight_update(timeout=progress.left())
+        except Exception:
+            with suppress(Exception):  # ranks that did not fail are still in the update
+                client.finish_weight_update(timeout=self.timeout)
+            raise
 
     def resume(self) -> None:
         """Have the server generate with the new weights."""
@@ -119,7 +161,8 @@ class RayTorchRpcWeightTransfer:
 
     def destroy(self) -> None:
         """End the group, if it was formed here. Idempotent."""
-        self._store, formed, self._formed = None, self._formed, None
+        self._store = self._adapters = self._adapter = None
+        formed, self._formed = self._formed, None
         if formed is not None:
             formed.shutdown()
 
@@ -134,3 +177,69 @@ class RayTorchRpcWeightTransfer:
             self._formed = rtr.init_group([], name=self._group, config=config, include_driver=True)
         else:
             rtr.get_group(self._group)
+
+
+def use_in_server_mode(**options: Any) -> None:
+    """Have TRL's trainers with ``vllm_mode="server"`` bring their weights by raytorchrpc.
+
+    Call it in every training process, before a trainer is made. It replaces how ``GRPOTrainer``, ``RLOOTrainer`` and
+    all others that generate with ``trl.generation`` update the server: TRL's own way takes GPUs. Of a PEFT model they
+    send the adapter alone, if the server runs with ``--enable-lora``, and else merged weights. Errors are those of
+    ``RayTorchRpcWeightTransfer.send_weights``.
+
+    Args:
+        options: of ``RayTorchRpcWeightTransfer``, but for ``server_url``, which the trainer's settings have.
+    """
+    with adapted_to("trl", "1.16", "1.17"):
+        from trl.generation import vllm_client, vllm_generation
+
+    class Client(vllm_client.VLLMClient):
+        communicator: RayTorchRpcWeightTransfer | None
+
+        def init_communicator(self, device: Any = 0) -> None:
+            self.communicator = RayTorchRpcWeightTransfer(self.base_url, **options)
+            self.communicator.init_weight_transfer()
+            atexit.register(self.close_communicator)
+
+        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+            assert self.communicator is not None
+            self.communicator.send_weights(named_params)
+            self.communicator.resume()
+
+        def close_communicator(self) -> None:
+            if self.communicator is not None:
+                self.communicator.destroy()
+                self.communicator = None
+
+    merged = vllm_generation.VLLMGeneration.sync_weights
+    merged = getattr(merged, "__wrapped__", merged)
+
+    @wraps(merged)
+    def sync_weights(self: Any) -> None:
+        if self.mode != "server" or not _sends_adapter(self):
+            return merged(self)  # type: ignore[no-any-return]
+        tensors = adapter_of(self.model)  # which all processes gather
+        if self.accelerator.is_main_process:
+            self.vllm_client.model = self.vllm_client.communicator.send_adapter(tensors)
+
+    vllm_generation.VLLMClient, vllm_generation.VLLMGeneration.sync_weights = Client, sync_weights
+
+
+def _sends_adapter(generation: Any) -> bool:
+    """Whether the server takes the adapter of the model alone. Every training process asks, and has the same answer."""
+    if not hasattr(generation, "_sends_adapter"):
+        from accelerate.utils import broadcast_object_list, is_peft_model
+
+        answer: Any = False
+        if is_peft_model(generation.model) and generation.accelerator.is_main_process:
+            from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
+
+            try:  # the server needs room for the adapter in use, and the next one
+                info, settings = generation.vllm_client.get_server_info(), SimpleNamespace(max_staleness=0)
+                answer = select_adapter_sync(info, generation.model, settings)
+            except Exception as error:
+                answer = error
+        (generation._sends_adapter,) = broadcast_object_list([answer], from_process=0)
+    if isinstance(generation._sends_adapter, Exception):
+        raise generation._sends_adapter
+    return bool(generation._sends_adapter)

@@ -125,6 +125,8 @@ def stub_vllm() -> None:
     groups = dict.fromkeys(("get_pcp_group", "get_pp_group", "get_tp_group"), lambda: SimpleNamespace(world_size=1))
     stub("vllm", __version__="0.32.0")
     stub("vllm.logger", init_logger=logging.getLogger)
+    stub("vllm.lora.request", LoRARequest=object)
+    stub("vllm.lora.worker_manager", LRUCacheWorkerLoRAManager=SimpleNamespace(add_adapter=None))
     stub("vllm.distributed.parallel_state", **groups)
     stub("vllm.v1.worker.worker_base", WorkerWrapperBase=_Wrapper)
     stub(

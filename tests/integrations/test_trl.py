@@ -1,4 +1,4 @@
-"""TRL's own AsyncGRPOTrainer trains a small model on a CPU, and a real vLLM server generates with its weights."""
+"""TRL's own trainers train a small model on a CPU, and a real vLLM server generates with its weights."""
 
 from __future__ import annotations
 
@@ -20,8 +20,17 @@ with warnings.catch_warnings():  # of trl and what it imports there are many
     warnings.simplefilter("ignore")
     pytest.importorskip("trl")
     pytest.importorskip("vllm")
-    from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
-    from tests.integrations.trl_actors import greedy, make_trainer, save_model
+    from peft import LoraConfig
+    from trl.generation import vllm_generation
+
+    from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer, use_in_server_mode
+    from tests.integrations.trl_actors import (
+        greedy,
+        make_distillation_trainer,
+        make_stable_trainer,
+        make_trainer,
+        save_model,
+    )
 from tests.integrations.vllm_actors import Server, Trainer
 from tests.polling import suspend
 
@@ -36,7 +45,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def server(path: str, cluster: None) -> Iterator[Server]:
     """A server that this process has started."""
-    server = Server(path, options=())  # TRL's rollouts ask for probabilities, which takes a tokenizer
+    # TRL's rollouts ask for probabilities, which takes a tokenizer.
+    server = Server(path, options=("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"))
     try:
         yield server
     finally:
@@ -75,6 +85,57 @@ def test_a_trainer_and_its_rollouts_work_as_with_the_transfer_of_trl(path: str, 
     assert trainer.state.global_step == 3
     assert trainer.model_version == 4
     assert server.greedy() == greedy(trainer, path)
+
+
+def test_a_student_of_a_distillation_brings_its_weights(path: str, server: Server, tmp_path: Path) -> None:
+    url = url_of(server)
+    trainer = make_distillation_trainer(path, url, tmp_path, RayTorchRpcWeightTransfer(url))
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert server.greedy() == greedy(trainer, path)
+
+
+@pytest.fixture
+def server_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's client is replaced for one test."""
+    monkeypatch.setattr(vllm_generation, "VLLMClient", vllm_generation.VLLMClient)
+    use_in_server_mode(timeout=60)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.usefixtures("server_mode")
+def test_a_trainer_in_server_mode_brings_its_weights(kind: str, path: str, server: Server, tmp_path: Path) -> None:
+    trainer = make_stable_trainer(kind, path, url_of(server), tmp_path)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    trainer.vllm_generation.sync_weights()
+    assert server.greedy() == greedy(trainer, path)
+    trainer.vllm_generation.vllm_client.close_communicator()
+
+
+@pytest.mark.usefixtures("server_mode")
+def test_of_a_peft_model_the_adapter_alone_is_sent(path: str, tmp_path: Path) -> None:
+    options = ("--load-format", "auto", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
+    server = Server(path, options=(*options, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"))
+    try:
+        base = server.greedy()
+        modules = ["q_proj", "v_proj", "down_proj"]
+        adapter = LoraConfig(r=8, lora_alpha=64, target_modules=modules, init_lora_weights="gaussian")
+        trainer = make_stable_trainer("GRPO", path, url_of(server), tmp_path, adapter)
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        tokens, client = greedy(trainer, path), trainer.vllm_generation.vllm_client
+        assert server.greedy(model=client.model) == tokens
+        assert server.greedy() == base, "which was not sent"
+        stats = {row.store: row.bytes_out for row in rtr.get_group("trl").stats().weights if row.bytes_out}
+        assert set(stats) == {"policy-adapter"} and stats["policy-adapter"] < 4 * 32_000
+        loaded = {model["id"] for model in server.ask("GET", "/v1/models")["data"]}
+        assert loaded == {path, client.model}, "the server keeps no earlier adapter"
+        client.communicator._vllm.unload_lora_adapter(client.model)
+        assert server.greedy(model=client.model) == tokens, "a server that was restarted finds it by its name"
+        client.close_communicator()
+    finally:
+        server.stop()
 
 
 def test_a_server_that_nobody_started_joins_by_ray(path: str, tmp_path: Path) -> None:

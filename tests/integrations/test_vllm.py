@@ -23,6 +23,7 @@ import torch
 import raytorchrpc as rtr
 from tests.integrations.vllm_actors import (
     INT8,
+    AdapterTrainer,
     AsyncEngine,
     Engine,
     Int8Trainer,
@@ -45,9 +46,9 @@ get = partial(ray.get, timeout=120)
 
 
 @contextmanager
-def group_of(path: str, name: str = "default", **options: Any) -> Iterator[tuple[Any, Any]]:
+def group_of(path: str, name: str = "default", kind: Any = Trainer, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A trainer that has published its weights, and an engine that knows the store."""
-    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    trainer = ray.remote(kind).options(num_cpus=0).remote(path)
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, **options)
     try:
         get(engine.start_s.remote(), timeout=200)
@@ -315,6 +316,35 @@ def test_each_rank_of_a_tensor_parallel_engine_pulls_its_half(llama: Callable[..
         get(trainer.step.remote())
         get(engine.update.remote(), timeout=60)
         assert agree(trainer, engine)
+
+
+def test_adapters_are_staged_at_every_rank_and_revisions_live_together(
+    llama: Callable[..., str], cluster: None
+) -> None:
+    """Nothing of the base model moves, and no two versions have one name, also after the trainer was restarted."""
+    options = {"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with group_of(llama(), kind=AdapterTrainer, in_process=False, **options) as (trainer, engine):
+        get(engine.connect.remote())
+        assert agree(trainer, engine)
+        expected, adapters = [], []
+        for seed in (1, 2):
+            expected.append(get(trainer.publish_adapter.remote(seed))[1])
+            adapters.append(get(engine.stage.remote()))
+        base = get(trainer.greedy.remote())
+        assert [get(engine.greedy.remote(adapter=adapter)) for adapter in adapters] == expected
+        assert base not in expected and expected[0] != expected[1]
+        assert agree(trainer, engine), "without an adapter, it is the base"
+        rows = [row for row in rtr.get_group().stats().weights if row.store == "adapter" and row.bytes_in]
+        assert len(rows) == 2 and all(row.bytes_in < 0.1 * get(trainer.nbytes.remote()) for row in rows)
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"version 9 .* is not there"):
+            get(engine.stage.remote(9))
+        with suppress(ray.exceptions.RayTaskError):  # vLLM reads the second rank's answer to the failed call only now
+            get(engine.stage.remote())
+        get(trainer.forget_adapters.remote())
+        tokens = get(trainer.publish_adapter.remote(3))[1]
+        third = get(engine.stage.remote())
+        assert get(engine.greedy.remote(adapter=third)) == tokens
+        assert get(engine.greedy.remote(adapter=adapters[1])) == expected[1], "this rank has it still"
 
 
 def test_workers_of_the_ray_executor_join_by_name(llama: Callable[..., str], cluster: None) -> None:

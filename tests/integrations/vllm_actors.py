@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import os
@@ -130,6 +131,36 @@ class Trainer:
             for _ in range(count):
                 ids = torch.cat([ids, self.model(ids).logits[0, -1].argmax().view(1, 1)], 1)
         return list(ids[0, len(PROMPT) :].tolist())
+
+
+class AdapterTrainer(Trainer):
+    """Publishes LoRA adapters of its model, which stays as it is."""
+
+    def publish_adapter(self, seed: int) -> tuple[str, list[int]]:
+        """Returns the name of the version, and the tokens of the model with the adapter."""
+        import torch
+
+        from raytorchrpc.integrations.adapters import CONFIG, name_of
+
+        torch.manual_seed(seed)
+        whole, tensors = Trainer.__new__(Trainer), dict[str, torch.Tensor]()
+        whole.model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for layer in range(len(self.model.model.layers)):
+                for module in (f"layers.{layer}.self_attn.q_proj", f"layers.{layer}.mlp.down_proj"):
+                    weight = whole.model.get_parameter(f"model.{module}.weight")
+                    a, b = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * weight.std() / 2
+                    weight.add_(2 * b @ a)
+                    names = (f"base_model.model.model.{module}.lora_{which}.weight" for which in "AB")
+                    tensors.update(zip(names, (a, b), strict=True))
+        config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+        tensors[CONFIG] = torch.frombuffer(bytearray(json.dumps(config).encode()), dtype=torch.uint8)
+        store = rtr.WeightStore("adapter", keep=2)
+        return name_of(store, store.publish(tensors)), whole.greedy()
+
+    def forget_adapters(self) -> None:
+        """As if this process was restarted."""
+        rtr.WeightStore("adapter", keep=2).delete()
 
 
 #: Of compressed-tensors: int8 weights with a scale for each row, activations quantised as they come.
@@ -288,12 +319,21 @@ class Engine:
     def weight_version(self) -> str:
         return str(self.llm.get_weight_version())
 
-    def greedy(self, count: int = 12) -> list[int]:
+    def greedy(self, count: int = 12, adapter: Any = None) -> list[int]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
-        (answer,) = self.llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+        prompts = [{"prompt_token_ids": PROMPT}]
+        (answer,) = self.llm.generate(prompts, sampling, use_tqdm=False, lora_request=adapter)
         return list(answer.outputs[0].token_ids)
+
+    def stage(self, version: int | None = None, **options: Any) -> Any:
+        """Have each rank load an adapter; returns what requests name it by."""
+        from raytorchrpc.integrations.vllm.adapters import request
+
+        named = request("adapter", version, **options)
+        self.llm.llm_engine.add_lora(named)
+        return named
 
 
 def count_cpus_as_gpus() -> None:
@@ -432,6 +472,7 @@ class Server:
         command += ["--load-format", "dummy", "--enforce-eager", "--max-model-len", "128", *options]
         command += ["--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": "raytorchrpc"})]
         variables = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         self.process = self.start(command, variables)
         self.pid = getattr(self, "pid", self.process.pid)
         assert self.process.stdout is not None
@@ -480,8 +521,8 @@ class Server:
         (listening,) = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
         return listening.ip, listening.port
 
-    def greedy(self, count: int = 12) -> list[int]:
-        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
+    def greedy(self, count: int = 12, **body: Any) -> list[int]:
+        body |= {"prompt": PROMPT, "temperature": 0, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
         return list(self.ask("POST", "/v1/completions", body)["choices"][0]["token_ids"])
 
     def stop(self) -> None:

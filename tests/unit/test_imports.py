@@ -58,7 +58,15 @@ FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
 PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
 PUBLIC |= {
-    f"integrations.{package}" for package in ("sglang", "torchrl", "trl", "verl", "vllm", "vllm.trainer", "vllm.engine")
+    f"integrations.{package}"
+    for package in (
+        "adapters",
+        "sglang",
+        "torchrl",
+        "trl",
+        "verl",
+        *("vllm", "vllm.adapters", "vllm.engine", "vllm.trainer"),
+    )
 }
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.

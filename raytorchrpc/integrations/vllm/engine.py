@@ -21,11 +21,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.adapters import SCHEME
 from raytorchrpc.integrations.engines import Progress, brought_layouts, check_fields, check_layout, load_whole
 from raytorchrpc.integrations.follower import Follower, alone
 from raytorchrpc.integrations.recording import NoPlan, check_filled
 from raytorchrpc.integrations.versions import report
-from raytorchrpc.integrations.vllm import steps
+from raytorchrpc.integrations.vllm import adapters, steps
 
 logger = init_logger("vllm.raytorchrpc")
 
@@ -66,7 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         version: of the store; None: the newest, and if there is none yet, the first.
         timeout: seconds; None: the one of ``InitInfo``.
-        init_info: for an engine that was not initialised, as one that was started again; see ``InitInfo``.
+        init_info: for an engine that was not initialised, or follows another store or group; see ``InitInfo``.
     """
 
     version: int | None = None
@@ -129,8 +130,9 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Like ``update_weights``, but copies to a GPU may still be queued when it returns."""
-        if self._initialised() is None and update_info.init_info is not None:
-            self._follower = self._make_follower(self.parse_init_info(update_info.init_info))
+        follower, given = self._initialised(), update_info.init_info
+        if given is not None and (follower is None or self._is_another(given)):
+            self._follower = self._make_follower(self.parse_init_info(given))
         if self._follower is None:
             raise rtr.ConfigurationError(
                 "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a "
@@ -166,6 +168,11 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """What the engine was started with, in the form of ``InitInfo``."""
         given = getattr(self.vllm_config, "additional_config", None)
         return given.get("raytorchrpc") if isinstance(given, dict) else None
+
+    def _is_another(self, given: dict[str, Any]) -> bool:
+        """Whether a trainer names another store, or another group, than the one that the engine follows."""
+        info = self.parse_init_info(given)
+        return info.store != self._info.store or info.group not in (None, self._info.group)
 
     def _make_follower(self, info: InitInfo) -> Follower:
         if info.into not in INTO:
@@ -245,3 +252,4 @@ def _gather(own: Any) -> list[Any]:
 
 
 steps.watch(WeightEngine)
+steps.load_adapters(SCHEME, adapters.pulled)
