@@ -16,7 +16,7 @@ import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import Progress
 from raytorchrpc.integrations.versions import adapted_to
 
-with adapted_to("trl", "1.16", "1.17"):
+with adapted_to("trl"):
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 

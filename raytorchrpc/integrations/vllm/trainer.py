@@ -98,7 +98,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         """
         if source is None:
             raise rtr.ConfigurationError("source= is missing: pass ModelSource(model), or another WeightSource")
-        if source.held_names() is not None:
+        if getattr(source, "held_names", lambda: None)() is not None:
             raise rtr.ConfigurationError(
                 f"{type(source).__name__} yields a part of the model in each process: pass ModelSource with its shards"
             )
