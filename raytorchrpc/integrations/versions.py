@@ -17,7 +17,7 @@ TESTED = {
     "torchrl": ("0.14", "0.15"),
     "trl": ("1.16", "1.17"),
     "verl": ("0.9", "0.10"),
-    # Before 0.27, an engine for weights has another interface. Before 0.29, sources have no held_names.
+    # Before 0.27, an engine for weights has another interface; vllm/trainer.py has what differs in later ones.
     "vllm": ("0.27", "0.34"),
 }
 
