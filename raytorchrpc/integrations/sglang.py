@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: For SGLang's option ``--custom-weight-loader``, and its engine's ``custom_weight_loader=[LOADER]``.
 LOADER = "raytorchrpc.integrations.sglang.load"
-#: The adapter follows the sources of these releases: from the first up to before the second.
-FOLLOWS = "0.5.23", "0.5.24"
 #: Whole tensors are pulled and loaded in groups of so many bytes.
 _GROUP_BYTES = 256 << 20
 _MOST_REPORTS = 4096
@@ -105,10 +103,11 @@ class Updates:
         request |= {"reports": reports.name, "home": reports.home}
         ask = partial(answered, "SGLang", timeout=progress.left())
         try:
-            begun = ask(self._engine.begin_weight_update)
+            begin, end = partial(self._step, "begin_weight_update"), partial(self._step, "end_weight_update")
+            begun = ask(begin)
             if not begun[0]:  # one that was not answered in time has begun later
-                ask(self._engine.end_weight_update)
-                begun = ask(self._engine.begin_weight_update)
+                ask(end)
+                begun = ask(begin)
             _check("begin_weight_update", begun)
             try:
                 # A tensor without elements travels by value, so the engine may be on another host.
@@ -117,7 +116,7 @@ class Updates:
                     self._engine.update_weights_from_tensor, sent, load_format=LOADER, flush_cache=self._flush_cache
                 )
             finally:
-                ended = answered("SGLang", self._engine.end_weight_update, timeout=0.0)
+                ended = answered("SGLang", end, timeout=0.0)
             given: list[Any] = []
             with suppress(rtr.Empty):
                 given = reports.get_many(_MOST_REPORTS, timeout=0)
@@ -126,6 +125,11 @@ class Updates:
             reports.delete()
         _check("update_weights_from_tensor", answer)
         _check("end_weight_update", ended)
+
+    def _step(self, name: str) -> tuple[bool, str]:
+        """Call a method of the engine; older releases have no sessions of updates."""
+        method = getattr(self._engine, name, None)
+        return (True, "") if method is None else method()
 
     def _raise_failures(
         self, version: int, reports: Sequence[tuple[int, int, Exception | None, bool]], progress: Progress
@@ -239,7 +243,7 @@ def _bring(model: Any, request: Mapping[str, Any], progress: Progress) -> None:
     layout = store.layout(version, timeout=progress.left())
     plan = _plans.get(model)
     if plan is None:
-        report("sglang", *FOLLOWS, logger)
+        report("sglang", logger)
     if plan is None or plan.key != _key(model, layout, into):
         plan = _plans[model] = _Plan(model, layout, into)
     device = next(iter(model.parameters())).device

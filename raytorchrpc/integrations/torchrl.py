@@ -24,7 +24,7 @@ from raytorchrpc.integrations.follower import Follower
 from raytorchrpc.integrations.team import Team
 from raytorchrpc.integrations.versions import adapted_to
 
-with adapted_to("torchrl", "0.14", "0.15"):
+with adapted_to("torchrl"):
     from tensordict import TensorDict, TensorDictBase
     from torchrl.weight_update import WeightSyncScheme
     from torchrl.weight_update.utils import _resolve_model

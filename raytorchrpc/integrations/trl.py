@@ -24,7 +24,7 @@ from raytorchrpc.integrations.adapters import adapter_of, name_of
 from raytorchrpc.integrations.engines import Progress
 from raytorchrpc.integrations.versions import adapted_to
 
-with adapted_to("trl", "1.16", "1.17"):
+with adapted_to("trl"):
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 

@@ -28,7 +28,7 @@ from raytorchrpc.integrations.team import Team
 from raytorchrpc.integrations.versions import adapted_to
 from raytorchrpc.process import threads
 
-with adapted_to("verl", "0.9", "0.10"):
+with adapted_to("verl"):
     from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 #: By the first trainer. Each manager of verl has trainers and rollouts of its own.

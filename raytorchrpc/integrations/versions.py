@@ -11,28 +11,39 @@ from raytorchrpc._compat.requirements import is_older
 
 logger = logging.getLogger(__name__)
 
+#: What each adapter was tested with, or whose sources it follows: from the first release up to before the second.
+TESTED = {
+    "sglang": ("0.5.17", "0.5.24"),  # the older of them have no sessions of updates
+    "torchrl": ("0.14", "0.15"),
+    "trl": ("1.16", "1.17"),
+    "verl": ("0.9", "0.10"),
+    # Before 0.27, an engine for weights has another interface; vllm/trainer.py has what differs in later ones.
+    "vllm": ("0.27", "0.34"),
+}
 
-def outside(package: str, oldest: str, before: str, installed: str | None = None) -> str | None:
-    """Say how the installed version of a package lies outside of ``oldest <= version < before``; None: it does not.
+
+def outside(package: str, installed: str | None = None) -> str | None:
+    """Say how the installed version of a package lies outside of those in ``TESTED``; None: it does not.
 
     ``installed``: None: as the package's metadata says, which may raise ``importlib.metadata.PackageNotFoundError``.
     Pre-releases count as their release.
     """
+    oldest, before = TESTED[package]
     installed = metadata.version(package) if installed is None else installed
     if is_older(installed, before) and not is_older(installed, oldest):
         return None
     return f"{package} {installed} is installed, and this adapter was tested with {package}>={oldest},<{before}"
 
 
-def report(package: str, oldest: str, before: str, log: logging.Logger, installed: str | None = None) -> None:
+def report(package: str, log: logging.Logger, installed: str | None = None) -> None:
     """Log a warning if a version of a package lies outside; see ``outside``."""
-    if (difference := outside(package, oldest, before, installed)) is not None:
+    if (difference := outside(package, installed)) is not None:
         log.warning("%s: check that updated models have the weights that were published", difference)
 
 
 @contextmanager
-def adapted_to(package: str, oldest: str, before: str) -> Iterator[None]:
-    """Import a package inside of this block: ``with adapted_to("torchrl", "0.14", "0.15"): ...``.
+def adapted_to(package: str) -> Iterator[None]:
+    """Import a package inside of this block: ``with adapted_to("torchrl"): ...``.
 
     Logs a warning if another version is installed. If an import fails then, the ImportError names the versions.
     """
@@ -40,10 +51,11 @@ def adapted_to(package: str, oldest: str, before: str) -> Iterator[None]:
         yield
     except ImportError as error:
         try:
-            difference = outside(package, oldest, before)
+            difference = outside(package)
         except metadata.PackageNotFoundError:
+            oldest, before = TESTED[package]
             raise ImportError(f"install {package}>={oldest},<{before} to use this adapter: {error}") from error
         if difference is None:
             raise
         raise ImportError(f"{difference}: {error}") from error
-    report(package, oldest, before, logger)
+    report(package, logger)

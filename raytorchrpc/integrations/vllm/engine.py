@@ -15,14 +15,20 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
-    layerwise_groups,
 )
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.adapters import SCHEME
-from raytorchrpc.integrations.engines import Progress, brought_layouts, check_fields, check_layout, load_whole
+from raytorchrpc.integrations.engines import (
+    Progress,
+    brought_layouts,
+    check_fields,
+    check_layout,
+    divide,
+    load_whole,
+)
 from raytorchrpc.integrations.follower import Follower, alone
 from raytorchrpc.integrations.recording import NoPlan, check_filled
 from raytorchrpc.integrations.versions import report
@@ -30,6 +36,8 @@ from raytorchrpc.integrations.vllm import adapters, steps
 
 logger = init_logger("vllm.raytorchrpc")
 
+#: Whole tensors are pulled and loaded in groups of so many bytes.
+_LOADED_BYTES = 256 << 20
 #: What ``into`` may be.
 INTO = "auto", "parameters", "layers", "load_weights"
 
@@ -177,7 +185,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _make_follower(self, info: InitInfo) -> Follower:
         if info.into not in INTO:
             raise rtr.ConfigurationError(f"into={info.into!r} has to be one of {', '.join(map(repr, INTO))}")
-        report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
+        report("vllm", logger, vllm.__version__)  # its CPU build has other metadata
         self._info = info
         gather = _gather if self.parallel_config.world_size > 1 else alone
         group = info.group or (self._given() or {}).get("group")  # a trainer may not say which it has formed
@@ -226,7 +234,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Pull whole tensors, and have the model's ``load_weights`` do the rest: the way that all models allow."""
         layout = store.layout(version, timeout=progress.left())
         check_layout("vLLM", self.model, layout)
-        groups = layerwise_groups(list(layout))  # so that one layer at a time takes memory
+        groups = divide(layout, lambda name: layout[name].nbytes, _LOADED_BYTES)
         initialize_layerwise_reload(self.model)
         try:
             filled = load_whole(self.model, store, layout, groups, self.device, progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +49,10 @@ class TrainerInit(TrainerInitInfo):
         check_fields(self)
 
 
+#: Since 0.33, sources have iter_full instead of __iter__, and metadata is a property, which says who has a tensor.
+HAS_MODES = hasattr(WeightSource, "iter_full")
+
+
 class ModelSource(WeightSource):
     """The tensors of a module or a state_dict, under their names there. DTensors stay shards: nothing is gathered."""
 
@@ -63,7 +68,7 @@ class ModelSource(WeightSource):
         """The tensors as they are now."""
         return self._model.state_dict() if isinstance(self._model, torch.nn.Module) else self._model
 
-    def metadata(self) -> list[ParamMeta]:
+    def _metadata(self) -> list[ParamMeta]:
         """Names, dtypes and global shapes."""
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors().items()]
 
@@ -71,6 +76,11 @@ class ModelSource(WeightSource):
         """Whole tensors, one after the other; gathers DTensors, for engines of others."""
         for name, tensor in self.tensors().items():
             yield name, materialize_full_tensor(tensor)
+
+    if HAS_MODES:
+        metadata, iter_full = cached_property(_metadata), __iter__
+    else:
+        metadata = _metadata
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
@@ -99,7 +109,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         """
         if source is None:
             raise rtr.ConfigurationError("source= is missing: pass ModelSource(model), or another WeightSource")
-        if source.held_names() is not None:
+        if not _yields_all(source, init_info.rank):
             raise rtr.ConfigurationError(
                 f"{type(source).__name__} yields a part of the model in each process: pass ModelSource with its shards"
             )
@@ -155,13 +165,25 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         """Publish the present weights; returns the version. Rank 0 waits until all processes have published it."""
         source, store = self.source, self._store
         if store is None:
-            for _ in source:
+            for _ in _pairs(source):
                 pass  # takes part in gathering what rank 0 publishes
             return 0
         # Others yield whole tensors, one after the other, and may gather each of them.
-        tensors: Any = source.tensors() if isinstance(source, ModelSource) else source
+        tensors: Any = source.tensors() if isinstance(source, ModelSource) else _pairs(source)
         version = store.publish(tensors, timeout=self._init.timeout)
         return store.wait(version, self._init.timeout) if self.is_sender else version
+
+
+def _pairs(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and whole tensors of a source."""
+    return source.iter_full() if HAS_MODES else iter(source)
+
+
+def _yields_all(source: Any, rank: int) -> bool:
+    """Whether a source yields all tensors in this process. Before 0.29, each one did."""
+    if HAS_MODES:
+        return len(source.owned_names(rank)) == len(source.metadata)
+    return getattr(source, "held_names", lambda: None)() is None
 
 
 def _store_of(init: TrainerInit, source: WeightSource) -> rtr.WeightStore | None:
