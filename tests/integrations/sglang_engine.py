@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 does in an update of its weights, on a CPU: its own engine needs a GPU.
+"""What SGLang does in an update of its weights, on a CPU: its own engine needs a GPU.
 
 ``Engine`` has the methods of ``sglang.Engine``, and its ranks are children that it starts as SGLang does. They keep a
 session between begin and end, and call a custom loader, in the steps of SGLang's ``SchedulerWeightUpdaterManager`` and
@@ -168,7 +168,9 @@ class Engine:
         hidden: int = 64,
         layers: int = 2,
         computes: bool = False,
+        sessions: bool = True,
     ) -> None:
+        """``sessions``: False: as an older SGLang, which has no begin and end of an update."""
         start = multiprocessing.get_context("spawn")
         meeting = tempfile.mktemp(prefix="ranks-")
         self._pipes, self._ranks, self._lock = [], [], threading.Lock()
@@ -181,6 +183,9 @@ class Engine:
             self._pipes.append(pipe)
         for pipe in self._pipes:
             pipe.recv()
+        if not sessions:
+            self.begin_weight_update()
+            vars(self).update(begin_weight_update=None, end_weight_update=None)
 
     def tell(self, name: str, *args: Any) -> list[Any]:
         """Call a method of all ranks."""

@@ -64,7 +64,7 @@ def has(holder: Any, seed: int, dtype: torch.dtype = torch.float32) -> bool:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"tp_size": 2, "computes": True}], ids=str)
+@pytest.mark.parametrize("options", [{"sessions": False}, {"tp_size": 2}, {"tp_size": 2, "computes": True}], ids=str)
 def test_each_rank_has_its_part_after_each_update(options: dict[str, Any]) -> None:
     with group_of(**options) as (publisher, holder):
         assert get(holder.bring.remote()) == 1
