@@ -190,7 +190,7 @@ def use_in_server_mode(**options: Any) -> None:
     Args:
         options: of ``RayTorchRpcWeightTransfer``, but for ``server_url``, which the trainer's settings have.
     """
-    with adapted_to("trl", "1.16", "1.17"):
+    with adapted_to("trl"):
         from trl.generation import vllm_client, vllm_generation
 
     class Client(vllm_client.VLLMClient):

@@ -77,10 +77,8 @@ class ModelSource(WeightSource):
         for name, tensor in self.tensors().items():
             yield name, materialize_full_tensor(tensor)
 
-    if HAS_MODES:
-        metadata, iter_full = cached_property(_metadata), __iter__
-    else:
-        metadata = _metadata
+    iter_full = __iter__
+    metadata: Any = cached_property(_metadata) if HAS_MODES else _metadata
 
 
 class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
