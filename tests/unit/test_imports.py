@@ -39,7 +39,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
-    "integrations": {"__init__", "process.threads", "group.tickets"},
+    "integrations": {
+        *("__init__", "process.threads", "process.this_process", "group.tickets", "calls.receive_into", "lanes.base"),
+        "text",
+    },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
@@ -58,7 +61,8 @@ FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
 PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
 PUBLIC |= {
-    f"integrations.{package}" for package in ("sglang", "torchrl", "trl", "verl", "vllm", "vllm.trainer", "vllm.engine")
+    f"integrations.{package}"
+    for package in ("sglang", "torchrl", "transferqueue", "trl", "verl", "vllm", "vllm.trainer", "vllm.engine")
 }
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
