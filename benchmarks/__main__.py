@@ -26,7 +26,7 @@ ALL = {
     **{name: name for name in ("atari", "protection", "queues", "regions", "switch_interval")},
 }
 #: Those that run only when they are named.
-NAMED = {name: name for name in ("call_steps", "crowds", "scale", "soak")}
+NAMED = {name: name for name in ("call_steps", "crowds", "scale", "soak", "transferqueue")}
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
 CPUS = {"atari": 72, **dict.fromkeys(("crowds", "scale"), os.cpu_count() or 4)}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+#: Of packages that have another name there.
+MODULES = {"transferqueue": "transfer_queue"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,5 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Some start two engines, one after the other, and an engine has 200 s to start on a busy machine. A call that
         # hangs is named earlier: each has a deadline of its own.
         item.add_marker(pytest.mark.timeout(900))
-        if find_spec(package := item.path.stem.removeprefix("test_")) is None:
+        package = item.path.stem.removeprefix("test_")
+        if find_spec(MODULES.get(package, package)) is None:
             item.add_marker(pytest.mark.skip(reason=f"needs {package}: make test-integrations ENGINES={package}"))

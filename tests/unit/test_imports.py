@@ -39,7 +39,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
-    "integrations": {"__init__", "process.threads", "group.tickets"},
+    "integrations": {
+        *("__init__", "process.threads", "process.this_process", "group.tickets", "calls.receive_into", "lanes.base"),
+        "text",
+    },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
@@ -63,6 +66,7 @@ PUBLIC |= {
         "adapters",
         "sglang",
         "torchrl",
+        "transferqueue",
         "trl",
         "verl",
         *("vllm", "vllm.adapters", "vllm.engine", "vllm.trainer"),
