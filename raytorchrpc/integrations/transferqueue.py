@@ -34,7 +34,7 @@ from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.process.threads import in_thread
 from raytorchrpc.text import size_in_bytes
 
-with adapted_to("TransferQueue", "0.1.11", "0.2"):
+with adapted_to("TransferQueue"):
     from omegaconf import OmegaConf
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     from tensordict import NonTensorStack, TensorDict

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 #: What each adapter was tested with, or whose sources it follows: from the first release up to before the second.
 TESTED = {
+    "TransferQueue": ("0.1.11", "0.2"),
     "sglang": ("0.5.17", "0.5.24"),  # the older of them have no sessions of updates
     "torchrl": ("0.14", "0.15"),
     "trl": ("1.16", "1.17"),
