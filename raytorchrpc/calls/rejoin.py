@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
@@ -312,9 +312,9 @@ def _was_restarted(actor_id: str) -> bool:
     return _restarted
 
 
-def joined(local: Any) -> None:
-    """This process has become that member; None: it has left the group."""
+def joined(locals_: Sequence[Any]) -> None:
+    """These are the memberships of this process now, as LocalMembers."""
     global _was_member
-    _was_member = _was_member or local is not None
+    _was_member = _was_member or bool(locals_)
     if _current is not None:
-        _current.joined(local)
+        _current.joined(locals_[0] if locals_ else None)

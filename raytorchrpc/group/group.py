@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import current_local, process_member
+from raytorchrpc.calls.member import current, process_member
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, by_key, described, find
@@ -87,10 +87,9 @@ class Group:
     def _info(self) -> GroupInfo:
         if self._host is not None:
             return self._host.info
-        known, own = self._first_info, _join.group_info()
-        if own is None or own.generation != known.generation or own.members == known.members:
-            return known
-        return own  # a member learns of every change
+        known = self._first_info
+        own = _join.group_info(known.generation)
+        return known if own is None or own.members == known.members else own  # a member learns of every change
 
     @property
     def name(self) -> str:
@@ -260,8 +259,8 @@ class Group:
         those.
         """
         fork.check_process()
-        if tickets.has_joined(self.generation):
-            joining.leave()
+        if tickets.own(self.generation) is not None:
+            joining.leave(self.generation)
         elif not self._joined:
             raise NotAMember("only a process that has joined a group by raytorchrpc.join() leaves it by itself")
 
@@ -287,10 +286,10 @@ class Group:
         ready after ``timeout`` seconds, or if the group ends.
         """
         check_timeout(timeout)
-        local = current_local()
+        local = current.members.get(self.generation)
         if self._host is not None:
             away = self._host.wait_ready(timeout_s=timeout)
-        elif local is not None and local.generation == self.generation:
+        elif local is not None:
             ready = local.peers.await_everybody(time.monotonic() + timeout)
             away = {} if ready else {name: absence.cause for name, absence in local.peers.away().items()}
         else:
@@ -359,15 +358,14 @@ def get_group(name: str = "default") -> Group:
     _forget_ended(name)
     if name in _groups:
         return _groups[name]
-    if current_local() is None:
+    if not current.members:
         with suppress(NotAMember):
             process_member()  # in a restarted actor
-    info = _join.group_info()
-    if info is not None and info.name == name:
+    if (info := _join.group_info(name)) is not None:
         return Group(info)
     if (host := find_detached(name)) is not None:
         return Group(host.info, host)
-    known = sorted({*_groups, *([info.name] if info else [])})
+    known = sorted({*_groups, *(info.name for info in _join.infos())})
     others = f"; detached groups of this cluster: {', '.join(detached)}" if (detached := detached_names()) else ""
     raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'}){others}")
 
@@ -471,8 +469,7 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
     """
     check_process()
     check_timeout(timeout)
-    joining.enter(group, name, instance, timeout)
-    info = _join.group_info()
+    info = _join.group_info(joining.enter(group, name, instance, timeout))
     if info is None:
         raise BootstrapError("the group has ended just now")
     return Group(info, joined=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from raytorchrpc.calls.member import LocalMember, current_local, set_local
+from raytorchrpc.calls.member import LocalMember, memberships, set_locals
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import Exposed
@@ -213,13 +213,13 @@ class Members:
     @contextmanager
     def acting(self, name: str | None) -> Iterator[LocalMember]:
         """What is done here is done by this member; None: by a process that is no member."""
-        before = current_local()
+        before = memberships()
         acts: Any = None if name is None else self.members[name]
-        set_local(acts)
+        set_locals(*([] if name is None else [acts]))
         try:
             yield acts
         finally:
-            set_local(before)
+            set_locals(*before)
 
     def mark_away(self, at: str, name: str, cause: str, *, for_good: bool = False, joins: bool = False) -> None:
         """``at`` is told that the member ``name`` is away."""
@@ -254,7 +254,7 @@ class Members:
         home.peers.activate(rank)
 
     def close(self) -> None:
-        set_local(None)
+        set_locals()
         for local in self.members.values():
             local.leave()
 

@@ -265,7 +265,6 @@ class ProcessAgent:
             self._spec = spec
             self._listen(spec.address)
         self.admit(spec.admitted)
-        guard.process_guard().start()
 
     def _check_alone(self) -> None:
         if torch_internals.agent_is_set():
@@ -433,7 +432,6 @@ class ProcessAgent:
             self._is_resting = True
             self._coming.clear()
             self._filter(())
-            guard.process_guard().stop()
 
     def _filter(self, networks: Sequence[tcp.Network]) -> None:
         for listener in (*((self._front,) if self._front else ()), *(door.public for door in self._doors)):

@@ -1,0 +1,136 @@
+"""Actors that are in two groups at a time, which share some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn, kill_for_good, pid_of
+
+Groups = tuple[rtr.Group, rtr.Group]
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer) for name in ("both", "mine", "tq")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups(actors: dict[str, Any]) -> Iterator[Groups]:
+    """The second one needs no argument more than the first."""
+    both, other, unit = actors.values()
+    with (
+        rtr.init_group({"both": both, "peer": other}, name="mine") as mine,
+        rtr.init_group({"both": both, "unit": unit}, name="tq") as tq,
+    ):
+        yield mine, tq
+
+
+def call(target: Any, group: str | None = None) -> Any:
+    return rtr.rpc_sync(target, group=group).who()
+
+
+def test_a_call_finds_the_group_of_its_target(actors: dict[str, Any], groups: Groups) -> None:
+    both, other, unit = actors.values()
+    for target in (unit, "unit", groups[1].members[1]):
+        assert ray.get(both.run.remote(call, target)) == ("unit", pid_of(unit))
+    for target in (other, "peer", groups[0].members[1]):
+        assert ray.get(both.run.remote(call, target)) == ("peer", pid_of(other))
+    assert ray.get(both.run.remote(call, 1, "tq"))[0] == "unit"
+    assert ray.get(both.run.remote(call, 1, "mine"))[0] == "peer"
+    with pytest.raises(rtr.ConfigurationError, match="1 is a rank in each of groups 'mine' and 'tq': say"):
+        ray.get(both.run.remote(call, 1))
+    with pytest.raises(rtr.NotAMember, match="'nobody' is in none of this process's groups 'mine' and 'tq'"):
+        ray.get(both.run.remote(call, "nobody"))
+
+
+def test_a_method_means_the_group_whose_call_it_serves(actors: dict[str, Any]) -> None:
+    def ask(rank: int) -> Any:
+        return rtr.rpc_sync("both").give(lambda: (rtr.current_member().group, rtr.rpc_sync(rank).who()))
+
+    both, other, unit = actors.values()
+    assert ray.get(other.run.remote(ask, 1)) == ("mine", ("peer", pid_of(other)))
+    assert ray.get(unit.run.remote(ask, 1)) == ("tq", ("unit", pid_of(unit)))
+    with pytest.raises(rtr.ConfigurationError, match="this process is in groups 'mine' and 'tq'"):
+        ray.get(both.run.remote(rtr.current_member))
+    assert ray.get(both.run.remote(lambda: rtr.current_member(group="tq"))).rank == 0
+
+
+def test_queues_and_weights_belong_to_one_group(actors: dict[str, Any]) -> None:
+    def make() -> Any:
+        with pytest.raises(rtr.ConfigurationError, match="this process is in groups 'mine' and 'tq'"):
+            rtr.Queue("rows")
+        queue, weights = rtr.Queue("rows", group="tq"), rtr.WeightStore("policy", group="mine")
+        weights.publish({"w": torch.arange(3)})
+        queue.put({"x": torch.ones(1 << 18)})
+        return queue, weights, rtr.Queue("back", home="unit")
+
+    both, other, unit = actors.values()
+    queue, weights, back = ray.get(both.run.remote(make))
+
+    def take(queue: rtr.Queue, back: rtr.Queue) -> Any:
+        back.put("thanks")
+        return queue.get(30)["x"].sum().item()
+
+    def pull(weights: rtr.WeightStore) -> Any:
+        state = {"w": torch.zeros(3, dtype=torch.int64)}
+        return weights.pull(state), state["w"].tolist()
+
+    assert ray.get(unit.run.remote(take, queue, back)) == 1 << 18
+    assert ray.get(other.run.remote(pull, weights)) == (1, [0, 1, 2])
+    assert ray.get(both.run.remote(lambda: back.get(30))) == "thanks"
+    assert back.get(0) if back.stats()["items"] else True  # the driver is a client of the right group
+    assert ray.get(both.run.remote(lambda: rtr.Queue.find("rows").home)) == "both"
+    with pytest.raises(rtr.NotFound):
+        ray.get(both.run.remote(lambda: rtr.Queue.find("rows", group="mine")))
+
+
+def test_the_same_group_twice_is_refused(actors: dict[str, Any]) -> None:
+    both, _, unit = actors.values()
+    with pytest.raises(rtr.BootstrapError, match="group 'tq' exists"):
+        rtr.init_group([both], name="tq")
+
+    def form_again(unit: Any) -> None:
+        rtr.init_group([unit], name="tq")
+
+    with pytest.raises(rtr.BootstrapError, match="already in group 'tq'; end that one"):
+        ray.get(both.run.remote(form_again, unit))
+    assert ray.get(both.run.remote(call, "unit"))[0] == "unit"
+
+
+def test_one_group_ends_while_the_other_goes_on(actors: dict[str, Any]) -> None:
+    both, other, _ = actors.values()
+    with rtr.init_group({"x": both, "y": other}, name="third"):
+        assert ray.get(both.run.remote(call, "y"))[0] == "y"
+    assert ray.get(both.run.remote(call, "unit"))[0] == "unit" and ray.get(both.run.remote(call, "peer"))[0] == "peer"
+    with pytest.raises(rtr.NotAMember, match="in no group 'third'; it is in groups 'mine' and 'tq'"):
+        ray.get(both.run.remote(call, "y", "third"))
+
+
+def test_rrefs_are_of_the_first_group(actors: dict[str, Any]) -> None:
+    """One torchrpc agent serves a process."""
+
+    def double(target: Any) -> Any:
+        return rtr.remote(target).double(21).to_here()
+
+    both, other, unit = actors.values()
+    assert ray.get(both.run.remote(double, other)) == 42
+    with pytest.raises(rtr.LaneUnavailable, match="the torchrpc agent of 'both' serves another group of it"):
+        ray.get(both.run.remote(double, unit))
+    with pytest.raises(rtr.LaneUnavailable, match="the torchrpc agent of 'both' serves another group of it"):
+        ray.get(unit.run.remote(double, both))
+
+
+def test_a_process_that_dies_is_lost_to_both_groups(spawn: Spawn) -> None:
+    first, both, second = (spawn(Peer) for _ in range(3))
+    with rtr.init_group({"a": first, "both": both}, name="left"), rtr.init_group([both, second], name="right"):
+        kill_for_good(both)
+        for survivor in (first, second):
+            with pytest.raises((rtr.PeerLost, rtr.NotAMember)):
+                ray.get(survivor.run.remote(call, both))
