@@ -129,7 +129,7 @@ class _Current:
             self.members = members
         if clients is not None:
             self.clients = frozenset(clients)
-        used = self.members.keys() | self.clients
+        used = self.members.keys() | self.clients | rejoin.pending()
         self.local = next(iter(self.members.values())) if self.members and len(used) == 1 else None
 
     def after_fork(self) -> tuple[()]:
@@ -141,6 +141,7 @@ class _Current:
 
 
 current = _Current()
+rejoin.changed = current.change
 
 
 def set_locals(*locals_: LocalMember) -> None:
@@ -159,10 +160,13 @@ def memberships(group: str | None = None) -> list[LocalMember]:
 def membership(group: str | None = None) -> LocalMember | None:
     """This process's membership in that group; None: in the group whose call this thread serves, or in the only one.
 
-    ``group``: a name or a generation. None if it is in no such group. Raises ConfigurationError if it is in several.
+    ``group``: a name or a generation. None if it is in no such group, or is about to rejoin one that may be meant.
+    Raises ConfigurationError if it is in several.
     """
     if group is None and (served := current.members.get(current_scope.get().group)) is not None:
         return served
+    if group is None and rejoin.pending():
+        return None
     candidates = memberships(group)
     if len(candidates) > 1:
         raise ConfigurationError(f"this process is in {_named(candidates)}: say which, {_example(candidates)}")
@@ -170,7 +174,8 @@ def membership(group: str | None = None) -> LocalMember | None:
 
 
 def reaching(target: Any, group: str | None = None) -> LocalMember | None:
-    """The membership by which this process reaches ``target``; None if it is in no group that is known to have it.
+    """The membership by which this process reaches ``target``; None if it is in no group that is known to have it, or
+    is about to rejoin one that may be meant.
 
     A handle or a Member is found in whichever group has it. A name means, without ``group``, a member of the group
     whose call this thread serves, or of the only group that has the name; a rank that of the served group, or of the
@@ -183,6 +188,8 @@ def reaching(target: Any, group: str | None = None) -> LocalMember | None:
     if group is None and (served := current.members.get(current_scope.get().group)) in having:
         return served
     if isinstance(target, (int, str)):
+        if group is None and rejoin.pending():
+            return None
         is_rank = isinstance(target, int) or target.isdecimal()
         several = candidates if is_rank and having else having
         if len(several) > 1:
@@ -206,8 +213,20 @@ def awaiting(target: Any, timeout_s: float | None, group: str | None = None) -> 
             local.peers.route_for_call(target, timeout_s)
             return local
     if not candidates:
-        raise NotAMember(f"this process is in no group {group!r}; it is in {_named([*current.members.values()])}")
+        raise NotAMember(_not_in(group))
     raise NotAMember(f"{target!r} is in none of this process's {_named(candidates)}")
+
+
+def resolved(waited: LocalMember, target: Any, group: str | None = None) -> LocalMember:
+    """The membership, or client, by which an operation reaches ``target`` after a wait for one: ``waited``."""
+    if len(current.members) < 2 or waited.generation not in current.members:
+        return waited
+    return reaching(target, group) or awaiting(target, None, group)
+
+
+def _not_in(group: str | None) -> str:
+    there = _named([*current.members.values()]) if current.members else "none"
+    return f"this process is in no group {group!r}; it is in {there}"
 
 
 def _named(locals_: Sequence[LocalMember]) -> str:
@@ -227,12 +246,12 @@ def process_member(timeout_s: float | None = None, group: str | None = None) -> 
     """
     if (local := current.local) is not None and group is None:
         return local
-    if (local := membership(group)) is not None:
-        return local
-    if current.members:
-        raise NotAMember(f"this process is in no group {group!r}; it is in {_named([*current.members.values()])}")
-    member: LocalMember = rejoin.wait(timeout_s)
-    return member
+    if (local := membership(group)) is None and (not current.members or rejoin.pending()):
+        waited: LocalMember = rejoin.wait(timeout_s)
+        local = waited if group is None and len(current.members) < 2 else membership(group)
+    if local is None:
+        raise NotAMember(_not_in(group))
+    return local
 
 
 @takes_timeout
@@ -255,7 +274,7 @@ def current_member(timeout: float | None = None, *, group: str | None = None) ->
     return process_member(None if timeout is None else checked_timeout(timeout), group).me
 
 
-async def await_membership(timeout: float | None = None) -> Member:
+async def await_membership(timeout: float | None = None, *, group: str | None = None) -> Member:
     """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``.
 
     Examples:
@@ -263,7 +282,6 @@ async def await_membership(timeout: float | None = None) -> Member:
         'driver'
     """
     checked = None if timeout is None else checked_timeout(timeout)
-    if (local := membership()) is not None:
-        return local.me
-    member: Member = (await asyncio.wrap_future(rejoin.awaited(checked))).me
-    return member
+    if not current.members or rejoin.pending():
+        await asyncio.wrap_future(rejoin.awaited(checked))
+    return process_member(checked, group).me

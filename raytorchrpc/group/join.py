@@ -22,7 +22,7 @@ import ray
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.clients import Supervision
-from raytorchrpc.calls.member import LocalMember, current, set_locals
+from raytorchrpc.calls.member import LocalMember, current, process_member, set_locals
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
 from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
@@ -67,8 +67,8 @@ class Membership:
     """Since ``commit``."""
     vouch: Vouch | None = None
     """Of a member: vouches for the other members' connections."""
-    has_agent: bool = False
-    """The torchrpc agent of this process serves this group: there is one agent, and each has its own peers and maps."""
+    no_agent: str = ""
+    """Why the torchrpc agent of this process does not serve this group: there is one, and another group needs it."""
 
     @property
     def is_client(self) -> bool:
@@ -113,12 +113,13 @@ class Membership:
 
     def _torchrpc(self, peer: Member, refused: str | None) -> MessageLane:
         """The lane to ``peer``. ``refused``: why their route has none."""
-        remedy = "have it in one group alone, or form this group first"
-        for member in () if refused else (self.local.me, peer):
-            if registry.TORCHRPC not in self.table.peers[member.name].addresses:
-                return AbsentLane(f"the torchrpc agent of {member.name!r} serves another group of it", remedy)
         if refused:
             return AbsentLane(refused)
+        remedy = "have this process in one group alone"
+        if self.no_agent:
+            return AbsentLane(self.no_agent, remedy)
+        if registry.TORCHRPC not in self.table.peers[peer.name].addresses:
+            return AbsentLane(f"the torchrpc agent of {peer.name!r} serves another group, and not this one", remedy)
         return next(lane for lane in self.local.lanes if lane.name == registry.TORCHRPC)
 
 
@@ -153,7 +154,7 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
         local = preparing.local
         _open_lanes(preparing, settings_of(spec, info), addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-        agent = process_agent().identity if preparing.has_agent else None
+        agent = None if preparing.no_agent else process_agent().identity
         agent = agent or AgentIdentity(local.me.rpc_name, local.me.worker_id)
         return Prepared(agent, addresses, retries, os.getpid())
 
@@ -163,16 +164,12 @@ def _worker_of_rank(rank: int) -> str | None:
 
     Raises ConfigurationError if the number is another member's worker id.
     """
-    served = [each.local for each in _memberships.values() if each.has_agent and each.has_joined]
-    if not served:
-        return None
-    try:
-        member = served[0].peers.member(rank)
-    except NotAMember:
+    local = process_member() if current.members else None
+    if local is None or (member := local.peers.known(rank)) is None:
         return None
     if member.worker_id == rank:
         return member.rpc_name
-    other = next((peer for peer in served[0].peers.members if peer.worker_id == rank), None)
+    other = next((peer for peer in local.peers.members if peer.worker_id == rank), None)
     if other is not None:
         raise ConfigurationError(
             f"{rank} is the rank of {member.name!r} and the worker id of {other.name!r}: pass a Member's rpc_name"
@@ -203,13 +200,16 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo) -> Membership:
         made = _memberships[spec.generation] = Membership(spec, local, Table(info, {}, 0))
         local.incoming.on_watch = made.supervision.begin
         return made
-    me, has_agent = spec.member, not any(each.has_agent for each in _memberships.values())
-    if has_agent:
-        process_agent().prepare(settings_of(spec, info).agent, renew=spec.renew_agent)
+    me, no_agent = spec.member, ""
+    try:
+        process_agent().prepare(settings_of(spec, info).agent, spec.generation, renew=spec.renew_agent)
         identity = process_agent().identity
         if identity is None:
             raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
         me = replace(me, rpc_name=identity.name, worker_id=identity.worker_id)
+    except LaneUnavailable as error:
+        no_agent = error.reason
+        logger.warning("%s has no torchrpc in group %r, nor RRefs: %s", spec.name, spec.group, no_agent)
     torch_internals.find_workers_by(_worker_of_rank)
     torch_internals.wait_for_rrefs_inside(allow_calls)
     methods = methods_of(instance)
@@ -219,7 +219,7 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo) -> Membership:
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, info.config, instance, methods, max_bytes, services)
     vouch = partial(vouched, local, {})
-    made = Membership(spec, local, Table(info, {}, 0), vouch=vouch, has_agent=has_agent)
+    made = Membership(spec, local, Table(info, {}, 0), vouch=vouch, no_agent=no_agent)
     _memberships[spec.generation] = made  # from here on ``leave`` undoes it
     process_guard().start(vouch)
     if info.config.switch_interval_s is not None:
@@ -381,8 +381,7 @@ def _leave(leaving: Membership) -> None:
         if leaving.has_joined and not leaving.is_client:
             leaving.has_joined = False
             _announce()
-        if leaving.has_agent:
-            process_agent().rest()
+        process_agent().rest(leaving.spec.generation)
         if leaving.vouch is not None:
             process_guard().stop(leaving.vouch)
         local.leave()
@@ -494,7 +493,7 @@ def _open_lanes(opening: Membership, settings: Settings, addresses: dict[str, An
         device_maps=settings.device_maps,
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
-    opened |= set() if opening.has_agent else {registry.TORCHRPC}
+    opened |= {registry.TORCHRPC} if opening.no_agent else set()
     missing = [registry.lane(name) for name in settings.lanes if name not in opened]
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
         lane = setup.make(row)
@@ -589,8 +588,8 @@ def _settle(following: Membership, version: int) -> None:
     """Open the lanes that the present members need, and listen for them. Raises LaneUnavailable."""
     local, table, spec = following.local, following.table, following.spec
     settings = settings_of(spec, table.info)
-    if following.has_agent:
-        process_agent().admit(settings.agent.admitted)
+    if not following.no_agent and not following.is_client:
+        process_agent().admit(settings.agent.admitted, spec.generation)
     addresses: dict[str, Any] = {}
     try:
         _open_lanes(following, settings, addresses)

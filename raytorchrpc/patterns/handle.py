@@ -21,6 +21,7 @@ from raytorchrpc.calls.member import (
     memberships,
     process_member,
     reaching,
+    resolved,
 )
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, check_longest_wait, checked_timeout
 from raytorchrpc.calls.peers import Member
@@ -145,6 +146,7 @@ def begin(
         hint = "queues and the like of a detached group are for any process of the cluster after get_group(name)"
         raise NotAMember(f"{error}; {hint}") from None
     local = yield awaited
+    local = resolved(local, home, group) if home is not None else process_member(group=group)
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
 
 
@@ -154,7 +156,8 @@ def _local(home: Any, group: str | None) -> LocalMember | None:
         return local
     if home is None:
         return membership(group)
-    if (local := reaching(home, group)) is None and current.members and not own_groups.may_have(home, group):
+    local = reaching(home, group)
+    if local is None and current.members and not rejoin.pending() and not own_groups.may_have(home, group):
         return awaiting(home, None, group)
     return local
 

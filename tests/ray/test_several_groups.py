@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,18 +114,50 @@ def test_one_group_ends_while_the_other_goes_on(actors: dict[str, Any]) -> None:
         ray.get(both.run.remote(call, "y", "third"))
 
 
-def test_rrefs_are_of_the_first_group(actors: dict[str, Any]) -> None:
-    """One torchrpc agent serves a process."""
+def double(target: Any, group: str | None = None) -> Any:
+    return rtr.remote(target, group=group).double(21).to_here()
 
-    def double(target: Any) -> Any:
-        return rtr.remote(target).double(21).to_here()
 
+def test_the_torchrpc_agent_serves_both_groups(actors: dict[str, Any]) -> None:
     both, other, unit = actors.values()
-    assert ray.get(both.run.remote(double, other)) == 42
-    with pytest.raises(rtr.LaneUnavailable, match="the torchrpc agent of 'both' serves another group of it"):
-        ray.get(both.run.remote(double, unit))
-    with pytest.raises(rtr.LaneUnavailable, match="the torchrpc agent of 'both' serves another group of it"):
-        ray.get(unit.run.remote(double, both))
+    assert ray.get([both.run.remote(double, other), both.run.remote(double, unit)]) == [42, 42]
+    assert ray.get([other.run.remote(double, both), unit.run.remote(double, both)]) == [42, 42]
+    with rtr.init_group([both, unit], name="passing"):
+        assert ray.get(unit.run.remote(double, both, "passing")) == 42
+    assert ray.get(both.run.remote(double, unit)) == 42, "the end of a group has taken the peer of another away"
+
+
+def test_a_group_that_the_agent_does_not_fit_goes_without(spawn: Spawn) -> None:
+    first, both, second = (spawn(Peer) for _ in range(3))
+    config = rtr.GroupConfig(interface="lo")
+    with rtr.init_group([first, both], name="left"), rtr.init_group([both, second], name="right", config=config):
+        assert ray.get(both.run.remote(call, second))[1] == pid_of(second)
+        assert ray.get(both.run.remote(double, first)) == 42
+        with pytest.raises(
+            rtr.LaneUnavailable, match="agent serves another group; this needs other devices, transports"
+        ):
+            ray.get(both.run.remote(double, second))
+        with pytest.raises(
+            rtr.LaneUnavailable, match="the torchrpc agent of 'peer_0' serves another group, and not this"
+        ):
+            ray.get(second.run.remote(double, both))
+
+
+def test_a_member_that_restarts_rejoins_all_its_groups(spawn: Spawn) -> None:
+    first, both, second = spawn(Peer), spawn(Peer, max_restarts=-1, max_task_retries=-1), spawn(Peer)
+    with rtr.init_group({"a": first, "both": both}, name="left") as left, rtr.init_group([both, second], name="right"):
+        before = pid_of(both)
+        both.run.remote(os._exit, 1)
+        # Calls that the new process makes wait for the groups that they need.
+        assert ray.get(both.run.remote(call, "a"))[0] == "a"
+        assert ray.get(both.run.remote(call, second))[1] == pid_of(second)
+        assert pid_of(both) != before
+        left.wait_ready(60)
+        rtr.get_group("right").wait_ready(60)
+        for peer in (first, second):
+            assert ray.get(peer.run.remote(call, both))[1] == pid_of(both)
+        names = ray.get(both.run.remote(lambda: [rtr.get_group(name).name for name in ("left", "right")]))
+        assert names == ["left", "right"]
 
 
 def test_a_process_that_dies_is_lost_to_both_groups(spawn: Spawn) -> None:

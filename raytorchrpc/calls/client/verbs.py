@@ -17,11 +17,11 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, call_back, result_of
 from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall, Repeats
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import awaiting, current, reaching
+from raytorchrpc.calls.member import awaiting, current, reaching, resolved
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
-from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.workers import process_deadlines
@@ -100,6 +100,7 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
         if not joining.done():
             refuse_on_loop("joining a group", "`await raytorchrpc.rpc_async(target)...`, which joins it on a thread")
         local, remaining_s = rejoin.outcome_of(joining)
+        local = resolved(local, target, options.group)
         options = options._replace(timeout=remaining_s)
     return local, options
 
@@ -110,7 +111,7 @@ def _joined(target: Target, options: CallOptions) -> Any:
     if current.local is not None and group is None:
         return current.local
     local = reaching(target, group) or own_groups.joined(target, options.timeout, group)
-    if local is None and current.members and not own_groups.may_have(target, group):
+    if local is None and current.members and not rejoin.pending() and not own_groups.may_have(target, group):
         return awaiting(target, options.timeout, group)
     return local
 
@@ -145,7 +146,12 @@ class _DeferredCall(OutgoingCall):
         if (error := awaited.exception()) is not None:
             self._end_sending(repeats, self.pending, error)
             return
-        self._calls, self.deadline = awaited.result().outgoing, awaited.until
+        try:
+            local = resolved(awaited.result(), self._target, self._options.group)
+        except RayTorchRpcError as refused:
+            self._end_sending(repeats, self.pending, refused)
+            return
+        self._calls, self.deadline = local.outgoing, awaited.until
         self._awaited = None
         self._calls.repeats.submit(self._send_again, repeats, self.pending)
 

@@ -58,9 +58,10 @@ class Host:
         self.supervision, self.connection = Supervision(), Completion()
         self.supervision.begin(self.connection)
         local: Any = Local(self.last_info.name, self.last_info.members)
-        join._memberships[self.last_info.name] = SimpleNamespace(
-            local=local, supervision=self.supervision, is_client=True, has_joined=True, has_agent=False, vouch=None
-        )  # type: ignore[assignment]
+        spec: Any = SimpleNamespace(generation=self.last_info.name)
+        made: Any = SimpleNamespace(local=local, spec=spec, supervision=self.supervision, vouch=None)
+        made.is_client = made.has_joined = True
+        join._memberships[spec.generation] = made
 
 
 @pytest.fixture

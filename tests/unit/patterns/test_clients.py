@@ -43,7 +43,9 @@ class Groups:
     def name_of(self, target: Any, group: str | None = None) -> str:
         return self.local.peers.route(target).member.name
 
-    def everywhere(self, timeout_s: float | None = None, group: str | None = None) -> tuple[list[LocalMember], list[Exception]]:
+    def everywhere(
+        self, timeout_s: float | None = None, group: str | None = None
+    ) -> tuple[list[LocalMember], list[Exception]]:
         return [self.local], []
 
 
