@@ -171,8 +171,6 @@ class Rejoin:
         """These are the LocalMembers of this process now."""
         with self._lock:
             self.members = {local.generation: local for local in locals_}
-            joined = {each: (local.group, local.config.rpc_timeout_s) for each, local in self.members.items()}
-            self.groups = {**self.groups, **joined}
         self.news.set()
         self._settle()
 

@@ -107,7 +107,7 @@ def test_groups_share_it_if_they_fit(process: Process) -> None:
 
 
 def serve_two_groups() -> tuple[str, Any]:
-    """Why a third one is refused; and whether the agent has each peer, and runs on, as one group after the other ends."""
+    """Why a third one is refused; and whether the agent has each peer as one group after the other ends."""
     agent, both, other = process_agent(), PEER, AgentPeer("rtr:c", 3, "uv://127.0.0.1:2", {})
     agent.prepare(SPEC, "first")
     agent.prepare(SPEC._replace(worker_id=7, admitted=("10.0.0.1",)), "second")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,13 +134,9 @@ def test_a_group_that_the_agent_does_not_fit_goes_without(spawn: Spawn) -> None:
     with rtr.init_group([first, both], name="left"), rtr.init_group([both, second], name="right", config=config):
         assert ray.get(both.run.remote(call, second))[1] == pid_of(second)
         assert ray.get(both.run.remote(double, first)) == 42
-        with pytest.raises(
-            rtr.LaneUnavailable, match="agent serves another group; this needs other devices, transports"
-        ):
+        with pytest.raises(rtr.LaneUnavailable, match="agent serves another group; this needs other devices"):
             ray.get(both.run.remote(double, second))
-        with pytest.raises(
-            rtr.LaneUnavailable, match="the torchrpc agent of 'peer_0' serves another group, and not this"
-        ):
+        with pytest.raises(rtr.LaneUnavailable, match="the torchrpc agent of 'peer_0' serves another group"):
             ray.get(second.run.remote(double, both))
 
 
@@ -147,7 +144,8 @@ def test_a_member_that_restarts_rejoins_all_its_groups(spawn: Spawn) -> None:
     first, both, second = spawn(Peer), spawn(Peer, max_restarts=-1, max_task_retries=-1), spawn(Peer)
     with rtr.init_group({"a": first, "both": both}, name="left") as left, rtr.init_group([both, second], name="right"):
         before = pid_of(both)
-        both.run.remote(os._exit, 1)
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
         # Calls that the new process makes wait for the groups that they need.
         assert ray.get(both.run.remote(call, "a"))[0] == "a"
         assert ray.get(both.run.remote(call, second))[1] == pid_of(second)
