@@ -111,17 +111,23 @@ class Group:
         """All members, in rank order."""
         return _Members(self._info.members)
 
+    def member(self, target: Any) -> Member:
+        """The member that an actor handle, a name, a rank or a Member stands for. Raises NotAMember."""
+        members = self.members
+        names = ((member.rank, member.name) for member in members)
+        return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))
+
     def routes(self) -> _routes.RoutePlan:
         """The lanes between each pair of members, and why they were chosen; shown as a table."""
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
         """Everything that decided the route between ``a`` and ``b`` (names, ranks, handles or Members), as text."""
-        return self._info.plan.explain(self._member(a).name, self._member(b).name)
+        return self._info.plan.explain(self.member(a).name, self.member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
         """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu"."""
-        return self._info.plan.device_map(self._member(a).name, self._member(b).name)
+        return self._info.plan.device_map(self.member(a).name, self.member(b).name)
 
     @takes_timeout
     def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:
@@ -307,12 +313,7 @@ class Group:
     def _names(self, method: str, actors: Any) -> list[str]:
         if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
             raise ConfigurationError(f"{method} takes a list of members, not {actors!r}")
-        return [self._member(actor).name for actor in actors]
-
-    def _member(self, target: Any) -> Member:
-        members = self.members
-        names = ((member.rank, member.name) for member in members)
-        return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))
+        return [self.member(actor).name for actor in actors]
 
     def __enter__(self) -> Group:
         return self
