@@ -50,9 +50,8 @@ class Team:
             group = self._existing()
             there = set() if group is None else {member.name for member in group.members}
             names = {handle: name for handle, name in self._names.items() if name in there}
-            names |= {
-                handle: name for handles in actors.values() for handle in handles if (name := _name_in(group, handle))
-            }
+            wanted = [handle for handles in actors.values() for handle in handles]
+            names |= {handle: name for handle in wanted if (name := _name_in(group, handle))}
             taken, arriving = {*there, *self._names.values()}, dict[str, ActorHandle[Any]]()
             for role, handles in actors.items():
                 for handle in handles:
@@ -68,7 +67,7 @@ class Team:
                 self._is_own = True
             elif arriving:
                 group.add(arriving, timeout=timeout)
-            self._held[holder] = [handle for handles in actors.values() for handle in handles]
+            self._held[holder] = wanted
             self._names = {handle: name for handle, name in names.items() if handle in self._names or name in arriving}
             self._dismiss(group)
             return [names[handle] for handle in self._held[holder]]

@@ -12,6 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.team import Team
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn, kill_for_good, pid_of
 
@@ -156,6 +157,25 @@ def test_a_member_that_restarts_rejoins_all_its_groups(spawn: Spawn) -> None:
             assert ray.get(peer.run.remote(call, both))[1] == pid_of(both)
         names = ray.get(both.run.remote(lambda: [rtr.get_group(name).name for name in ("left", "right")]))
         assert names == ["left", "right"]
+
+
+def test_a_package_that_makes_actors_members_leaves_other_groups_alone(actors: dict[str, Any]) -> None:
+    """See integrations/team.py, which verl and TorchRL use."""
+    both, other, unit = actors.values()
+    team = Team("engines")
+    assert team.hold("verl", {"trainer": [both, other], "rollout": [unit]}) == ["trainer_0", "trainer_1", "rollout_0"]
+    assert ray.get(both.run.remote(call, "rollout_0"))[1] == ray.get(both.run.remote(call, "unit"))[1] == pid_of(unit)
+    team.release("verl")
+    assert ray.get(both.run.remote(call, "unit"))[0] == "unit" and ray.get(both.run.remote(call, "peer"))[0] == "peer"
+
+
+def test_a_package_finds_the_members_that_the_program_has_made(actors: dict[str, Any]) -> None:
+    both, other, unit = actors.values()
+    with rtr.init_group({"a": both, "b": other}, name="engines") as group:
+        team = Team("engines")
+        assert team.hold("verl", {"trainer": [both, other], "rollout": [unit]}) == ["a", "b", "rollout_0"]
+        team.release("verl")
+        assert [member.name for member in group.members] == ["a", "b"]
 
 
 def test_a_process_that_dies_is_lost_to_both_groups(spawn: Spawn) -> None:
