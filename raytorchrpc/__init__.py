@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from raytorchrpc.group.group import Group, get_group, init_group, join
     from raytorchrpc.group.process_group import ProcessGroupInfo, process_group, process_group_info
     from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
+    from raytorchrpc.patterns.regions.reading import Read, read
+    from raytorchrpc.patterns.regions.region import Lease, Region
     from raytorchrpc.patterns.weights.conversions import BlockFp8
     from raytorchrpc.patterns.weights.shards import Shard
     from raytorchrpc.patterns.weights.store import WeightStore
@@ -71,6 +73,7 @@ __all__ = [
     "Group",
     "GroupConfig",
     "LaneUnavailable",
+    "Lease",
     "Member",
     "NoSuchMethod",
     "NotAMember",
@@ -81,6 +84,8 @@ __all__ = [
     "ProcessGroupLost",
     "Queue",
     "RayTorchRpcError",
+    "Read",
+    "Region",
     "RemoteError",
     "RpcTimeout",
     "SerializationError",
@@ -101,6 +106,7 @@ __all__ = [
     "process_group",
     "process_group_info",
     "rdt",
+    "read",
     "register_device_mesh",
     "remote",
     "rpc_async",
@@ -121,6 +127,8 @@ _EVERYWHERE = {
     "config": ("GroupConfig",),
     "decorator": ("method",),
     "patterns.queues.handles": ("Queue", "Subscription", "Topic"),
+    "patterns.regions.reading": ("Read", "read"),
+    "patterns.regions.region": ("Lease", "Region"),
     "patterns.weights.conversions": ("BlockFp8",),
     "patterns.weights.shards": ("Shard",),
     "patterns.weights.store": ("WeightStore",),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
+import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
@@ -283,6 +284,10 @@ class Copy(NamedTuple):
         return view_at(tensor, offset, (target.dtype, target.shape), strides)
 
 
+#: What lanes prepare for the copies of one read: for each place where a publisher may have it.
+_MOST_PREPARED = 16
+
+
 class Copies(Sequence[Copy]):
     """The copies of one read, and the tensors that they fill. Those of a model come again for each version: what a lane
     has worked out about them once, it keeps here; see ``prepared``.
@@ -344,6 +349,8 @@ class Copies(Sequence[Copy]):
     def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, or what it returned before for this key. It must not hold the targets' memory."""
         if key not in self._known:
+            if len(self._known) >= _MOST_PREPARED:  # memory that moves all the time must not fill this one
+                self._known.clear()
             self._known[key] = make()
         prepared: T = self._known[key]
         return prepared
@@ -353,6 +360,19 @@ def size_of(shape: Shape) -> int:
     """Bytes of a tensor of that dtype and shape."""
     dtype, extents = shape
     return math.prod(extents) * dtype.itemsize
+
+
+class Pieces(NamedTuple):
+    """Equal pieces of exposed memory to copy: arrays of one length (int64), however many there are."""
+
+    source: numpy.ndarray
+    """Which of the exposed tensors."""
+    offset: numpy.ndarray
+    """From its first element, in bytes."""
+    target: numpy.ndarray
+    """Where it goes: its address in this process."""
+    width: int
+    """Bytes of each."""
 
 
 #: For each copy of a read: None if the lane has made it; else a tensor, on any device and with any strides, with what
@@ -493,6 +513,22 @@ class TensorLane(PeerLane):
         """
         self.release(peer, descriptor)
         return None
+
+    def expose(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Describe tensors of one device type, with any strides, for ``gather`` by any peer and as often as it likes.
+
+        Builtins only. The owner keeps the tensors. Raises LaneUnavailable if peers cannot read them in place.
+        """
+        raise LaneUnavailable(self.name, "it does not read the memory of peers in place")
+
+    def gather(self, peer: str, descriptor: Any, pieces: Sequence[Pieces], device: torch.device) -> None:
+        """Copy pieces of what a peer has exposed to memory on ``device``, without that process's help.
+
+        Blocks on the CPU; CUDA copies are queued on this thread's current stream. The caller has checked that each
+        piece lies in its tensor and in its target. Raises PeerLost if the process that exposed it is gone, as far as
+        this one can see; LaneUnavailable if this process cannot read its memory.
+        """
+        raise LaneUnavailable(self.name, "it does not read the memory of peers in place")
 
     def fence(self, device: int) -> None:
         """Order this thread's CUDA work after the copies of all exports from that GPU that have been read.

@@ -14,7 +14,7 @@ from raytorchrpc.calls.server.exposed import Exposed, service
 from raytorchrpc.errors import ConfigurationError
 
 #: The modules of this package that define services of every member (``SERVICES``) and kinds of objects (``KINDS``).
-_DEFINED_IN = ("queues.services", "weights.feeds", "weights.published", "weights.publishers")
+_DEFINED_IN = ("queues.services", "regions.region", "weights.feeds", "weights.published", "weights.publishers")
 OPEN, FIND, DELETE = "raytorchrpc.open", "raytorchrpc.find", "raytorchrpc.delete"
 
 

@@ -102,18 +102,21 @@ class Driver:
         self._check(self._cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
         _ready.device = device
 
-    def allocation(self, pointer: int) -> tuple[int, int]:
-        """Return (base address, identity) of the allocation that contains ``pointer``. Identities are never reused.
+    def identity_at(self, pointer: int) -> int:
+        """The identity of the allocation that contains an address; never used again. Raises LaneUnavailable."""
+        identity = ctypes.c_uint64()
+        code = self._cuda.cuPointerGetAttribute(ctypes.byref(identity), _BUFFER_ID, ctypes.c_uint64(pointer))
+        if code != _SUCCESS:
+            raise LaneUnavailable("cuda_ipc", f"this allocation has no identity (driver error {code}); {_CANNOT_SHARE}")
+        return identity.value
 
-        Raises LaneUnavailable for memory without them.
-        """
-        base, size, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
-        address = ctypes.c_uint64(pointer)
-        code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
-        code = code or self._cuda.cuPointerGetAttribute(ctypes.byref(identity), _BUFFER_ID, address)
+    def base_of(self, pointer: int) -> int:
+        """The address at which the allocation begins that contains an address. Raises LaneUnavailable."""
+        base, size = ctypes.c_uint64(), ctypes.c_size_t()
+        code = self._cuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
         if code != _SUCCESS:
             raise LaneUnavailable("cuda_ipc", f"this allocation has no base (driver error {code}); {_CANNOT_SHARE}")
-        return base.value, identity.value
+        return base.value
 
     def size_of(self, base: int) -> int:
         """Return the size in bytes of the allocation that begins at ``base``."""

@@ -9,7 +9,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -141,6 +141,39 @@ def strided_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) ->
     if any(stride < 0 for stride in strides):
         raise OutOfBounds(f"a region has negative strides: {tuple(strides)}")
     return span_of(shape, strides) * itemsize
+
+
+class Dimension(NamedTuple):
+    """One dimension of a copy: its extent, and the bytes from one place to the next in the source and the target."""
+
+    extent: int
+    source: int
+    target: int
+
+
+def collapse(
+    shape: Sequence[int], itemsize: int, source: Sequence[int], target: Sequence[int]
+) -> tuple[int, list[Dimension]]:
+    """Merge the dimensions that are jointly contiguous in source and target.
+
+    ``source``, ``target``: the strides of a region that is not empty, in elements of ``itemsize`` bytes. Returns the
+    bytes that are contiguous in both, and the dimensions over them, outermost first.
+    """
+    dimensions = [
+        Dimension(extent, here * itemsize, there * itemsize)
+        for extent, here, there in zip(shape, source, target, strict=True)
+        if extent != 1
+    ]
+    dimensions.sort(key=lambda dimension: dimension.target, reverse=True)
+    merged: list[Dimension] = []
+    for inner in [*dimensions, Dimension(itemsize, 1, 1)]:
+        if merged:
+            outer = merged[-1]
+            if outer.source == inner.source * inner.extent and outer.target == inner.target * inner.extent:
+                inner = inner._replace(extent=outer.extent * inner.extent)
+                merged.pop()
+        merged.append(inner)
+    return merged.pop().extent, merged
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[int] | None = None) -> torch.Tensor:

@@ -51,9 +51,9 @@ def test_any_rows_arrive(dtype: torch.dtype) -> None:
     cuda, ready = driver(), kernel()
     with cuda.on(0):
         copies, whole_shape = Copies(described, targets), (torch.uint8, (flat.numel(),))
-        (scatter,) = Scatter.of(copies, [flat.numel()], device)
+        scatter = Scatter.of(copies, [flat.numel()], device)
         stream = torch.cuda.current_stream().cuda_stream
-        left = scatter.queue(copies, flat.data_ptr(), whole_shape, device, cuda, lambda: ready, stream)
+        left = scatter.queue(copies, flat.data_ptr(), [whole_shape], device, cuda, lambda: ready, stream)
         for index, source in left:
             targets[index].copy_(source)
     assert len(scatter.direct.rows) > 100

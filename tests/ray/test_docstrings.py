@@ -29,7 +29,7 @@ def is_error(name: str) -> bool:
 #: ``rdt`` is a module; the page of errors says what raises each of them.
 NAMES = sorted(name for name in rtr.__all__ if name != "rdt" and not is_error(name))
 #: Users do not construct these themselves.
-MADE_ELSEWHERE = {"Future", "Group", "Stream", "Subscription"}
+MADE_ELSEWHERE = {"Future", "Group", "Lease", "Read", "Stream", "Subscription"}
 
 
 class Worker:

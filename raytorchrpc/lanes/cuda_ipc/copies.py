@@ -19,7 +19,7 @@ import torch
 from raytorchrpc.lanes.base import SMALL, Copies, Copy
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
-from raytorchrpc.tensors.dtypes import Shape, span_of, strided_span, view_at, within
+from raytorchrpc.tensors.dtypes import Dimension, Shape, collapse, span_of, strided_span, view_at, within
 
 
 class Rows(NamedTuple):
@@ -42,39 +42,6 @@ class Rows(NamedTuple):
 _NARROW = 32
 #: Everything between the rows is only copied if the span of the region has at most this many times its bytes.
 _DENSE = 4
-
-
-class Dimension(NamedTuple):
-    """One dimension of a copy: its extent, and the bytes from one place to the next in the source and the target."""
-
-    extent: int
-    source: int
-    target: int
-
-
-def collapse(
-    shape: Sequence[int], itemsize: int, source: Sequence[int], target: Sequence[int]
-) -> tuple[int, list[Dimension]]:
-    """Merge the dimensions that are jointly contiguous in source and target.
-
-    ``source``, ``target``: the strides of a region that is not empty, in elements of ``itemsize`` bytes. Returns the
-    bytes that are contiguous in both, and the dimensions over them, outermost first.
-    """
-    dimensions = [
-        Dimension(extent, here * itemsize, there * itemsize)
-        for extent, here, there in zip(shape, source, target, strict=True)
-        if extent != 1
-    ]
-    dimensions.sort(key=lambda dimension: dimension.target, reverse=True)
-    merged: list[Dimension] = []
-    for inner in [*dimensions, Dimension(itemsize, 1, 1)]:
-        if merged:
-            outer = merged[-1]
-            if outer.source == inner.source * inner.extent and outer.target == inner.target * inner.extent:
-                inner = inner._replace(extent=outer.extent * inner.extent)
-                merged.pop()
-        merged.append(inner)
-    return merged.pop().extent, merged
 
 
 def rows_of(
@@ -226,18 +193,26 @@ def _divided(
 
 
 class Scatter(NamedTuple):
-    """How to make the copies out of one exported tensor on a GPU. Holds addresses, and none of the memory."""
+    """How to make the copies of one read on a GPU. Holds addresses, and none of the memory."""
 
     direct: RowCopies
     alone: list[int]
     """Copies that need a temporary each, by index."""
+    origins: Sequence[int]
+    """Where each exported tensor begins, in bytes from the first of them: one kernel copies out of many."""
 
-    @staticmethod
-    def of(copies: Copies, sizes: Sequence[int], device: torch.device, beside: bool = False) -> list[Scatter]:
-        """For each exported tensor. ``sizes``: theirs (bytes). ``beside``: see RowCopies. Raises OutOfBounds."""
-        scatters = [Scatter(RowCopies(beside=beside), []) for _ in sizes]
+    @classmethod
+    def of(
+        cls,
+        copies: Copies,
+        sizes: Sequence[int],
+        device: torch.device,
+        beside: bool = False,
+        origins: Sequence[int] = (0,),
+    ) -> Scatter:
+        """``sizes``: of the exported tensors (bytes). ``beside``: see RowCopies. Raises OutOfBounds."""
+        scatter = cls(RowCopies(beside=beside), [], origins)
         for index, (source, target, offset, strides) in enumerate(copies):
-            scatter = scatters[source]
             if target is None:
                 scatter.alone.append(index)
                 continue
@@ -246,15 +221,16 @@ class Scatter(NamedTuple):
             if rows is None or target.device != device:
                 scatter.alone.append(index)
                 continue
+            offset += origins[source]
             for end, begin, *rest in rows:
                 scatter.direct.rows.append(Rows(target.address + end, offset + begin, *rest))
-        return scatters
+        return scatter
 
     def queue(
         self,
         copies: Copies,
-        flat: int,
-        shape: Shape,
+        first: int,
+        shapes: Sequence[Shape],
         device: torch.device,
         driver: Driver,
         kernel: Callable[[], Kernel | None],
@@ -262,11 +238,16 @@ class Scatter(NamedTuple):
     ) -> list[tuple[int, torch.Tensor]]:
         """Queue it on ``stream``, the current one of ``device``. Returns what arrives in temporaries, by the copy.
 
-        ``copies``: those for which it was made. ``flat``: address of the exported tensor. ``shape``: its dtype and
-        shape. ``kernel``: see ``RowCopies``.
+        ``copies``: those for which it was made. ``first``: address from which ``origins`` count. ``shapes``: dtypes and
+        shapes of the exported tensors. ``kernel``: see ``RowCopies``.
         """
-        self.direct.queue(flat, driver, kernel, stream)
-        return [(index, _by_temporary(copies[index], flat, shape, device, driver, stream)) for index in self.alone]
+        self.direct.queue(first, driver, kernel, stream)
+        arrived = list[tuple[int, torch.Tensor]]()
+        for index in self.alone:
+            copy = copies[index]
+            flat = first + self.origins[copy.source]
+            arrived.append((index, _by_temporary(copy, flat, shapes[copy.source], device, driver, stream)))
+        return arrived
 
 
 @functools.lru_cache(8192)  # the layers of a model are alike

@@ -77,7 +77,8 @@ class CudaIpcLane(TensorLane):
         """By device and CUDA handle: making a Stream object each time takes longer."""
         self._returning: dict[int, torch.cuda.Stream] = {}
         """By device: where the last uses of shared tensors are awaited."""
-        self._handles: dict[int, bytes] = {}
+        self._allocations: dict[int, tuple[int, bytes]] = {}
+        """By the identity of an allocation, which is never used again: where it begins, and its handle."""
 
     @property
     def outstanding(self) -> int:
@@ -157,17 +158,17 @@ class CudaIpcLane(TensorLane):
 
     def _allocation(self, pointer: int) -> tuple[int, bytes]:
         """Return (base, handle) of the allocation that contains an address."""
-        base, identity = driver().allocation(pointer)
-        handle = self._handles.get(identity)
-        if handle is None and self._mappings.has(base):
-            raise LaneUnavailable(
-                self.name, "memory that another process shared with this one cannot be exported again"
-            )
-        if handle is None:  # an allocation that was freed and made again has a new identity
-            if len(self._handles) > 4 * MAPPINGS:
-                self._handles.clear()
-            handle = self._handles[identity] = driver().handle_of(base)
-        return base, handle
+        identity = driver().identity_at(pointer)
+        if (known := self._allocations.get(identity)) is None:
+            base = driver().base_of(pointer)
+            if self._mappings.has(base):
+                raise LaneUnavailable(
+                    self.name, "memory that another process shared with this one cannot be exported again"
+                )
+            if len(self._allocations) > 4 * MAPPINGS:
+                self._allocations.clear()
+            known = self._allocations[identity] = base, driver().handle_of(base)
+        return known
 
     def reap(self) -> None:
         """Release the tensors that have been fetched. Does not wait for the GPU."""
@@ -275,14 +276,14 @@ class CudaIpcLane(TensorLane):
             for number in piece:
                 begins[number] = 0 if mapping is None else mapping.at(begin, sizes[number])
                 begin += sizes[number]
+        first = min([begins[number] for number, size in enumerate(sizes) if size], default=0)
+        origins = tuple([begins[number] - first if size else 0 for number, size in enumerate(sizes)])
         beside, kernel = runs_beside(stream), partial(COPY_ROWS.on, device.index, driver())
-        make = partial(Scatter.of, copies, sizes, device, beside)
+        make = partial(Scatter.of, copies, sizes, device, beside, origins)
+        scatter = copies.prepared((self.name, device.index, sizes, beside, origins), make)
         results: Arrived = [None] * len(copies)
-        scatters = copies.prepared((self.name, device.index, sizes, beside), make)
-        located = [begins[number] for number in range(len(shapes))]  # all of them, before anything is copied
-        for scatter, begin, shape in zip(scatters, located, shapes, strict=True):
-            for index, tensor in scatter.queue(copies, begin, shape, device, cuda, kernel, stream):
-                results[index] = tensor
+        for index, tensor in scatter.queue(copies, first, shapes, device, cuda, kernel, stream):
+            results[index] = tensor
         return results
 
     def used(self, peer: str, descriptor: Any) -> None:

@@ -209,11 +209,12 @@ class Segments:
         """Return the registered allocation that contains a CUDA tensor, which is not empty. Raises LaneUnavailable."""
         pointer, device = tensor.data_ptr(), tensor.device.index
         with driver().on(device):
-            base, identity = driver().allocation(pointer)
+            identity = driver().identity_at(pointer)
             with self._lock:
                 known = self._known.get(identity)
                 if known is None:
                     self._drop_freed()
+                    base = driver().base_of(pointer)
                     known = self._agent.register("cuda", base, driver().size_of(base))
                     self._known[identity] = known
                 return known
@@ -221,7 +222,7 @@ class Segments:
     def _drop_freed(self) -> None:
         for identity, memory in list(self._known.items()):
             try:
-                alive = driver().allocation(memory.address) == (memory.address, identity)
+                alive = driver().identity_at(memory.address) == identity
             except LaneUnavailable:
                 alive = False  # there is no allocation now
             if not alive:

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ from raytorchrpc.lanes.base import (
     Copy,
     Export,
     PeerAddress,
+    Pieces,
     TensorCapabilities,
     TensorLane,
     checked,
@@ -36,9 +37,10 @@ from raytorchrpc.lanes.base import (
     size_of,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
+from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone, is_open
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.memory import Arena, Borrower, Lender, PeerArena, Slot
+from raytorchrpc.process import peer_memory
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
@@ -68,21 +70,29 @@ class Copier:
             ctypes.memmove(target, source, size)
             return
         step = -(-size // parts) + 64 & -64
+        begins = range(0, size, step)
+        self.share([partial(ctypes.memmove, target + at, source + at, min(step, size - at)) for at in begins])
+
+    def share(self, parts: Sequence[Callable[[], object]]) -> None:
+        """Run the parts of a copy, on all threads. Raises the error of one that fails."""
         with self._lock:
             if self._closed:
                 raise LaneUnavailable("shm", "this member is leaving the group")
             pool = self._pool = self._pool or Workers("raytorchrpc-copy", self._threads - 1)
-        waiting: list[threading.Event] = []
+        waiting: list[tuple[threading.Event, list[Exception]]] = []
         try:
-            for begin in range(step, size, step):
-                done = threading.Event()
-                part = partial(_move_part, target + begin, source + begin, min(step, size - begin), done)
-                pool.submit(part)
-                waiting.append(done)
-            ctypes.memmove(target, source, step)  # this thread's part
+            for number in range(1, min(self._threads, len(parts))):
+                done, errors = threading.Event(), list[Exception]()
+                pool.submit(_run_parts, parts[number :: self._threads], done, errors)
+                waiting.append((done, errors))
+            for part in parts[:: self._threads]:  # this thread's
+                part()
         finally:
-            for done in waiting:  # also if this thread is interrupted, because the caller may reuse the memory
+            for done, _ in waiting:  # also if this thread is interrupted, because the caller may reuse the memory
                 done.wait()
+        for _, errors in waiting:
+            if errors:
+                raise errors[0]
 
     def close(self) -> None:
         """End the threads; copies in progress are completed. Idempotent."""
@@ -92,9 +102,12 @@ class Copier:
             pool.stop()
 
 
-def _move_part(target: int, source: int, size: int, done: threading.Event) -> None:
+def _run_parts(parts: Sequence[Callable[[], object]], done: threading.Event, errors: list[Exception]) -> None:
     try:
-        ctypes.memmove(target, source, size)
+        for part in parts:
+            part()
+    except OSError as error:
+        errors.append(error)
     finally:
         done.set()
 
@@ -289,6 +302,29 @@ class ShmLane(TensorLane):
         bases, places, _ = self._opened(peer, descriptor)
         flats = [torch.from_numpy(base) for base in bases]
         return [view_at(flats[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
+
+    def expose(self, tensors: Sequence[torch.Tensor]) -> Any:
+        peer_memory.admit_readers()
+        return self._arena.address.tag, tuple(tensor.data_ptr() for tensor in tensors)
+
+    @checked
+    def gather(self, peer: str, descriptor: Any, pieces: Sequence[Pieces], device: torch.device) -> None:
+        tag, addresses = descriptor
+        address = self._addresses.get(peer)
+        if address is None or address.tag != tag or not is_open(address):
+            raise never_fetched(peer)
+        begins = numpy.array(addresses, numpy.int64)
+        try:
+            copies = [
+                part
+                for source, offset, target, width in pieces
+                for part in peer_memory.copies(address.pid, target, begins[source] + offset, width)
+            ]
+            self._copier.share(copies)
+        except OSError as error:
+            if is_gone(address):
+                raise never_fetched(peer) from error
+            raise LaneUnavailable(self.name, f"this process may not read the memory of {peer!r}: {error}") from error
 
     def in_use(self) -> int:
         """Bytes in use by receivers, as far as known."""

@@ -1,4 +1,4 @@
-"""What pulls leave for later ones: the versions that a process has, and the plans of a handle."""
+"""What pulls leave for later ones: the versions that a process has, and the plans for a store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from raytorchrpc.patterns.weights.pull_plan import PullPlan, SourceCopies
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options
 from raytorchrpc.process.locks import Lock
 
-#: How many plans a handle remembers, of the last pulls of different models, or with different options.
+#: How many plans a memory has, of the last pulls of different models, or with different options.
 _MOST_PLANS = 4
+#: For how many stores a process remembers plans, the last ones.
+_MOST_STORES = 32
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024
 
@@ -49,7 +51,7 @@ class PulledVersions:
 
 
 class PullMemory:
-    """What the pulls of one handle leave for the next ones."""
+    """What the pulls from one store leave for the next ones, by whichever copy of its handle."""
 
     def __init__(self) -> None:
         self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
@@ -68,3 +70,17 @@ class PullMemory:
     def remember(self, plan: PullPlan) -> None:
         """Note that a plan was used; forgets the one that was used before all others."""
         self.plans = (plan, *[known for known in self.plans if known is not plan][: _MOST_PLANS - 1])
+
+
+_memories: OrderedDict[Hashable, PullMemory] = OrderedDict()
+_lock = Lock()
+
+
+def memory_of(store: Hashable) -> PullMemory:
+    """This process's memory for a store. A handle that comes as an argument of each call would forget its own."""
+    with _lock:
+        memory = _memories.setdefault(store, PullMemory())
+        _memories.move_to_end(store)
+        if len(_memories) > _MOST_STORES:
+            _memories.popitem(last=False)
+        return memory

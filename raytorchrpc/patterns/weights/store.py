@@ -27,7 +27,7 @@ from raytorchrpc.patterns.weights.prefetch import Twins, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import Publisher, forget_everywhere, names_of, publishers_of, stage
-from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
+from raytorchrpc.patterns.weights.pull_memory import PulledVersions, memory_of
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.snapshots import Snapshot
 from raytorchrpc.patterns.weights.source_lease import Requests
@@ -145,7 +145,7 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._memory, self._twins = PullMemory(), Twins()
+        self._memory, self._twins = memory_of(state[:3]), Twins()
         self._publishers = publishers_of(self)
 
     @property

@@ -65,8 +65,8 @@ def copy(
 ) -> list[int]:
     """Make copies out of a flat tensor; which of them needed a temporary."""
     sizes = (flat.numel(),)
-    (scatter,) = copies.prepared("scatter", lambda: Scatter.of(copies, sizes, device))
-    left = scatter.queue(copies, flat.data_ptr(), (torch.uint8, sizes), device, Memory(), ready, 0)
+    scatter = copies.prepared("scatter", lambda: Scatter.of(copies, sizes, device))
+    left = scatter.queue(copies, flat.data_ptr(), [(torch.uint8, sizes)], device, Memory(), ready, 0)
     for index, source in left:
         target = copies.target(index)
         assert target is not None
@@ -237,7 +237,7 @@ def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPat
 def test_strided_regions_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(3, 2, dtype=torch.int16)
     fitting = copies_to((2, target, (8, 1)))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
-    assert Scatter.of(fitting, [38], CPU)[0].direct.rows
+    assert Scatter.of(fitting, [38], CPU).direct.rows
     for offset, strides in (
         (28, None),
         (-1, None),

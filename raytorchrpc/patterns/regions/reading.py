@@ -1,0 +1,352 @@
+"""Reads of other members' regions: in pieces, one-sided where a lane can."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch.autograd.graph import increment_version
+
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeout, takes_timeout
+from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound, PeerLost, RpcTimeout
+from raytorchrpc.lanes.base import Pieces, TensorLane
+from raytorchrpc.patterns.handle import begin, run
+from raytorchrpc.patterns.regions.region import (
+    CONFIRM,
+    DESCRIBE,
+    KIND,
+    ROWS,
+    Description,
+    Lease,
+    Rows,
+    TensorEntry,
+    checked_rows,
+    checked_tensors,
+)
+from raytorchrpc.process.workers import Workers
+from raytorchrpc.tensors.cuda_streams import own_streams
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable, collapse, unrecorded
+
+#: Reads of one member at a time; others wait.
+_READS = 8
+#: Most bytes of one message, where rows come in messages.
+_MESSAGE_BYTES = 64 << 20
+
+
+class Read:
+    """One read of a region, made by ``read``, which goes on by itself. Awaitable. Until it is done, its tensors belong
+    to it.
+
+    Examples:
+        >>> region = rtr.Region("blocks", [torch.ones(8, 4)])
+        >>> blocks = torch.zeros(2, 4)
+        >>> read = rtr.read("driver", "blocks", into=[blocks], rows=[3, 5])
+        >>> read.wait(timeout=5)
+        >>> read.done(), blocks.sum()
+        (True, tensor(8.))
+        >>> region.close()
+    """
+
+    def __init__(self, region: str) -> None:
+        self._region, self._reply = region, DeferredReply()
+
+    def done(self) -> bool:
+        """Whether the rows are in their tensors, or the read has failed. Never blocks."""
+        return self._reply.done()
+
+    @takes_timeout
+    def wait(self, timeout: float = MAX_TIMEOUT_S) -> None:
+        """Block until it is done, at most ``timeout`` seconds; then raise RpcTimeout, and it goes on.
+
+        The rows may be used on any CUDA stream then. Raises what made the read fail:
+
+        - PeerLost: the owner's process is gone. The tensors may be partly overwritten.
+        - RpcTimeout: the lease ended before the read did, so the tensors may have torn rows; or the read's own timeout
+          passed.
+        - NotFound: the owner has no such region, or no longer.
+        - ConfigurationError: names, rows, dtypes or shapes do not fit; the tensors are unchanged.
+        """
+        if not self.done():
+            if on_loop():
+                refuse_on_loop(f"a read of region {self._region!r}", "`await read`")
+            if not wait_serving(self._reply, checked_timeout(timeout)):
+                raise RpcTimeout(f"the read of region {self._region!r} was not done within {timeout:.3g} s")
+        self._reply.outcome()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return asyncio.shield(asyncio.wrap_future(self._reply)).__await__()
+
+
+@takes_timeout
+def read(
+    member: Any,
+    name: str,
+    *,
+    into: Mapping[Any, torch.Tensor] | Sequence[torch.Tensor],
+    rows: Rows | None = None,
+    at: Rows | None = None,
+    lease: Lease | None = None,
+    last: bool = True,
+    timeout: float | None = None,
+) -> Read:
+    """Read rows of another member's ``Region`` into tensors of this process, on a thread and a CUDA stream of its own.
+
+    Returns at once. The CUDA work that this thread has queued on the tensors before precedes the read.
+
+    Args:
+        member: the owner: actor handle, name, rank or Member.
+        name: the region's.
+        into: the tensors that receive the rows, by name: any of the region's. In a sequence: all of them, in the
+            region's order. Each has the dtype and, but for the number of rows, the shape of the region's tensor; any
+            strides; on the CPU or a GPU.
+        rows: integers, which of the region's rows to read. None: those of the lease; without a lease all.
+        at: integers, as many: which row of ``into`` each goes to. None: in order, from 0 on.
+        lease: from ``Region.lease`` at the owner, with all of ``rows``. The read ends it.
+        last: whether the read ends the lease; pass False if others under it follow.
+        timeout: seconds for all of the read; None: ``GroupConfig.rpc_timeout_s``.
+
+    Raises ConfigurationError for arguments that cannot be right; all else is raised by ``Read.wait``.
+
+    Examples:
+        >>> region = rtr.Region("caches", {"layer 0": torch.ones(8, 4)})  # in the owner
+        >>> caches = {"layer 0": torch.zeros(64, 4)}
+        >>> rtr.read("driver", "caches", rows=[3, 5], into=caches, at=[40, 41]).wait()
+        >>> caches["layer 0"].sum()
+        tensor(8.)
+        >>> region.close()
+    """
+    local, seconds = run(begin(timeout))
+    targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
+    if lease is not None and (lease.region != name or lease.member != local.peers.route(member).member.name):
+        raise ConfigurationError(f"the lease is on region {lease.region!r} of {lease.member!r}, not on this one")
+    if rows is None and lease is not None:
+        rows = lease.rows
+    source = None if rows is None else checked_rows(rows, 1 << 62, f"region {name!r}")
+    if source is not None and lease is not None and not numpy.isin(source, lease.rows).all():
+        raise ConfigurationError("the lease has not all of rows=")
+    if any(not isinstance(tensor, torch.Tensor) for tensor in targets.values()):
+        raise ConfigurationError("into= has tensors, in a mapping or a sequence")
+    reads = local.services.open("region reads", "", lambda: _Reads(local))
+    made = Read(name)
+    read = _Reading(
+        reads, member, name, targets, isinstance(into, Mapping), source, at, lease, last, time.monotonic() + seconds
+    )
+    read.enter = own_streams(list(targets.values()))
+    reads.workers.submit(read.run, made._reply)
+    return made
+
+
+class _Reads:
+    """What one member knows of regions that it reads; see ``Served``. Thread-safe."""
+
+    instance_id: int
+    settings = ()
+
+    def __init__(self, local: LocalMember) -> None:
+        self.local, self.workers = local, Workers("raytorchrpc-read", _READS)
+        self.known: dict[tuple[int, str], Description] = {}
+        """By rank and region."""
+
+    def lose(self, rank: int) -> None:
+        """See ``Served``."""
+        for key in [key for key in list(self.known) if key[0] == rank]:
+            self.known.pop(key, None)
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """See ``Served``."""
+        self.lose(rank)
+
+    def close(self, error: Exception) -> None:
+        """See ``Served``."""
+        self.known.clear()
+        self.workers.stop()
+
+
+class _Move(NamedTuple):
+    """One tensor of a read."""
+
+    entry: TensorEntry
+    target: torch.Tensor
+
+
+class _Reading:
+    """One read, on its thread."""
+
+    enter: Callable[[], AbstractContextManager[None]]
+
+    def __init__(
+        self,
+        reads: _Reads,
+        member: Any,
+        name: str,
+        targets: dict[Any, torch.Tensor],
+        by_name: bool,
+        rows: numpy.ndarray | None,
+        at: Rows | None,
+        lease: Lease | None,
+        last: bool,
+        until: float,
+    ) -> None:
+        self._reads, self._local = reads, reads.local
+        self._member = self._local.peers.route(member).member
+        self._name, self._targets, self._by_name = name, targets, by_name
+        self._rows, self._at, self._lease, self._last, self._until = rows, at, lease, last, until
+
+    def run(self, reply: DeferredReply) -> None:
+        """Read, and settle the reply."""
+        try:
+            self._read()
+        except Exception as error:
+            reply.settle(None, error)
+        else:
+            reply.settle(None)
+        finally:
+            self._targets = {}
+
+    def _read(self) -> None:
+        key = self._member.rank, self._name
+        known = self._reads.known.get(key)
+        if known is not None and (self._lease is None or self._lease._address[2] == known.instance_id):
+            try:
+                return self._read_from(known)
+            except (NotFound, PeerLost):  # another region of that name, perhaps of the member's next process
+                if self._lease is not None:
+                    raise
+                self._reads.known.pop(key, None)
+        instance_id = None if self._lease is None else self._lease._address[2]
+        described = Description(*self._call(DESCRIBE, KIND, self._name, instance_id))
+        known = described._replace(entries=tuple(TensorEntry(*entry) for entry in described.entries))
+        self._reads.known[key] = known
+        self._read_from(known)
+
+    def _call(self, service: str, *args: Any) -> Any:
+        seconds = self._until - time.monotonic()
+        if seconds <= 0:
+            raise RpcTimeout(f"the read of region {self._name!r} of {self._member.name!r} has no time left")
+        if self._member.rank == self._local.me.rank:
+            return self._local.incoming.services[service].function(self._local, self._member.rank, *args)
+        call = self._local.outgoing.call(self._member.rank, service, args, {}, CallOptions(seconds, retry=0))
+        return Future(call).wait()
+
+    def _read_from(self, known: Description) -> None:
+        moves, rows, at = self._checked(known)
+        address = KIND, self._name, known.instance_id
+        by_way: dict[tuple[str, torch.device], list[_Move]] = {}
+        for move in moves if len(rows) else ():
+            kind, device = move.entry.device_type, move.target.device
+            way = kind if device.type == kind and kind in known.exposed else ""
+            by_way.setdefault((way, device), []).append(move)
+        written = [move.target for move in moves]
+        with unrecorded(written), self.enter():
+            for (way, device), some in by_way.items():
+                if not way or not self._gathered(known, way, device, some, rows, at):
+                    self._bring(address, known.dim, some, rows, at)
+            for device in {target.device for target in written if target.is_cuda}:
+                torch.cuda.current_stream(device).synchronize()
+            increment_version(written)
+        number = 0 if self._lease is None else self._lease._number
+        torn = self._call(CONFIRM, *address, number, self._last)
+        if torn is not None:
+            raise RpcTimeout(
+                f"the lease on region {self._name!r} of {self._member.name!r} does not cover this read ({torn}): the "
+                f"rows in into= may be torn; read them under another lease, or lease with a longer timeout="
+            )
+
+    def _checked(self, known: Description) -> tuple[list[_Move], numpy.ndarray, numpy.ndarray]:
+        """What to move where. Raises ConfigurationError."""
+        label = f"region {self._name!r} of {self._member.name!r}"
+        entries = {entry.name: entry for entry in known.entries}
+        names = list(self._targets) if self._by_name else list(entries)
+        if unknown := [name for name in names if name not in entries]:
+            raise ConfigurationError(f"{label} has no {unknown[0]!r}; it has {', '.join(map(repr, entries))}")
+        if len(names) != len(self._targets):
+            raise ConfigurationError(f"{label} has {len(names)} tensors, and into= {len(self._targets)}")
+        moves = [_Move(entries[name], target) for name, target in zip(names, self._targets.values(), strict=True)]
+        room = checked_tensors(dict(zip(names, self._targets.values(), strict=True)), known.dim, "into=")
+        for (name, dtype, shape, *_), target in moves:
+            here, there = list(target.shape), list(shape)
+            here[known.dim] = there[known.dim] = -1
+            if DTYPE_NAMES[target.dtype] != dtype or here != there:
+                raise ConfigurationError(
+                    f"{name!r} of {label} is {dtype} {shape}, and of into= {DTYPE_NAMES[target.dtype]} "
+                    f"{tuple(target.shape)}: only the rows, along dim={known.dim}, may differ"
+                )
+        rows = checked_rows(self._rows, known.entries[0].shape[known.dim], label)
+        at = checked_rows(numpy.arange(len(rows)) if self._at is None else self._at, room, "into=")
+        if len(at) != len(rows):
+            raise ConfigurationError(f"at= has {len(at)} rows, and rows= {len(rows)}")
+        return moves, rows, at
+
+    def _gathered(
+        self,
+        known: Description,
+        kind: str,
+        device: torch.device,
+        moves: Sequence[_Move],
+        rows: numpy.ndarray,
+        at: numpy.ndarray,
+    ) -> bool:
+        """Have a lane copy the rows; False if it cannot."""
+        name, descriptor = known.exposed[kind]
+        lane: TensorLane | None = self._local.tensor_lanes.get(name)
+        if lane is None or self._member.rank == self._local.me.rank:
+            return False
+        with suppress(LaneUnavailable):
+            lane.gather(self._member.name, descriptor, pieces_of(moves, known.dim, rows, at), device)
+            return True
+        return False
+
+    def _bring(self, address: Any, dim: int, moves: Sequence[_Move], rows: numpy.ndarray, at: numpy.ndarray) -> None:
+        """Have the owner collect the rows in messages, and copy them."""
+        names = [move.entry.name for move in moves]
+        targets = [as_copyable(move.target.detach()) for move in moves]
+        size = sum(target.nbytes // max(1, target.shape[dim]) for target in targets)
+        step = max(1, _MESSAGE_BYTES // max(1, size))
+        for begins in range(0, len(rows), step):
+            part = slice(begins, begins + step)
+            sources = self._call(ROWS, *address, names, rows[part], not targets[0].is_cuda)
+            index = torch.from_numpy(at[part])
+            for target, source in zip(targets, sources, strict=True):
+                target.index_copy_(dim, index.to(target.device), source.to(target.device))
+
+
+def pieces_of(
+    moves: Sequence[tuple[TensorEntry, torch.Tensor]], dim: int, rows: numpy.ndarray, at: numpy.ndarray
+) -> list[Pieces]:
+    """The contiguous pieces of these rows, from the entries' tensors to the targets: those of one layout together."""
+    by_layout: dict[Any, tuple[list[int], list[int]]] = {}
+    for entry, target in moves:
+        layout = entry.shape, entry.strides, target.stride(), target.element_size()
+        numbers, addresses = by_layout.setdefault(layout, ([], []))
+        numbers.append(entry.number)
+        addresses.append(target.data_ptr())
+    pieces = []
+    for (shape, there, here, itemsize), (numbers, addresses) in by_layout.items():
+        inner = [[*each[:dim], *each[dim:][1:]] for each in (shape, there, here)]
+        if 0 in inner[0]:
+            continue
+        width, dimensions = collapse(inner[0], itemsize, inner[1], inner[2])
+        source, target = rows * (there[dim] * itemsize), at * (here[dim] * itemsize)
+        for dimension in dimensions:
+            steps = numpy.arange(dimension.extent)
+            source = (source[:, None] + steps * dimension.source).ravel()
+            target = (target[:, None] + steps * dimension.target).ravel()
+        begins = numpy.array(addresses, numpy.int64)
+        pieces.append(
+            Pieces(
+                numpy.repeat(numpy.array(numbers, numpy.int64), len(source)),
+                numpy.tile(source, len(numbers)),
+                (begins[:, None] + target).ravel(),
+                width,
+            )
+        )
+    return pieces
