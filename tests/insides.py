@@ -20,6 +20,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.group import detached, group, join, restarts
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.integrations.team import Team as Team
 from raytorchrpc.lanes.torchrpc.agent import process_agent
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork

@@ -406,7 +406,7 @@ def init_group(
     Ctrl-C, members that had joined leave again, and a later ``init_group`` of the same actors works.
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
-    BootstrapError for members that are dead, busy, unreachable, or in another group.
+    BootstrapError for members that are dead, busy, unreachable, or in a group of this name.
 
     Examples:
         >>> with rtr.init_group({"learner": first, "actor": second}, name="pair") as pair:

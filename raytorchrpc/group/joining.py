@@ -24,7 +24,7 @@ from raytorchrpc.calls import protocol, rejoin
 from raytorchrpc.calls.clients import member_of
 from raytorchrpc.calls.member import LocalMember, current, memberships
 from raytorchrpc.calls.peers import Member, by_key, find
-from raytorchrpc.calls.server.exposed import methods_of, serve
+from raytorchrpc.calls.server.exposed import methods_of, serve, serve_no_more
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
@@ -70,9 +70,14 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
     if group is not None and memberships(group):
         raise BootstrapError(f"this process is in group {group!r} already")
     actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
-    if actor_id is not None and rejoin.runs_init(actor_id):
-        raise NotAMember("an actor can join a group only when its __init__ has ended")
     here = ray_internals.actor_instance() if instance is None else instance
+    if instance is None and actor_id is not None and rejoin.runs_init(actor_id):
+        if methods := ", ".join(methods_of(here)):
+            raise NotAMember(
+                f"an actor joins a group only when its __init__ has ended, as members may call its methods "
+                f"({methods}): join after that, or name an object whose methods they call instead: join(instance=...)"
+            )
+        here = None
     if not ray_internals.actor_is_async():
         for method, note in methods_of(here).items():
             if note.is_coroutine:
@@ -88,7 +93,7 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
     join.preload()  # before the supervisor waits for this process
     try:
         tickets.use(ticket)
-        serve(here)
+        serve(here, generation)
         if instance is not None:
             thread_modes.note()
         with contextlib.closing(connections_for(record, "a process that joins", lambda: here)) as connections:
@@ -145,7 +150,7 @@ def leave(generation: str) -> None:
 
 def _forget(generation: str) -> None:
     tickets.drop(generation)
-    serve(None)
+    serve_no_more(generation)
 
 
 def _ask(connections: ControlConnections, record: Record, request: JoinRequest | LeaveRequest, deadline: float) -> None:

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.team import Team
+from tests.insides import Team
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn, kill_for_good, pid_of
 
@@ -30,7 +30,7 @@ def groups(actors: dict[str, Any]) -> Iterator[Groups]:
     both, other, unit = actors.values()
     with (
         rtr.init_group({"both": both, "peer": other}, name="mine") as mine,
-        rtr.init_group({"both": both, "unit": unit}, name="tq") as tq,
+        rtr.init_group({"both": both, "unit": unit}, name="tq", config=rtr.GroupConfig(joinable_by="cluster")) as tq,
     ):
         yield mine, tq
 
@@ -157,6 +157,41 @@ def test_a_member_that_restarts_rejoins_all_its_groups(spawn: Spawn) -> None:
             assert ray.get(peer.run.remote(call, both))[1] == pid_of(both)
         names = ray.get(both.run.remote(lambda: [rtr.get_group(name).name for name in ("left", "right")]))
         assert names == ["left", "right"]
+
+
+class Producer:
+    """Without methods for direct calls, as an actor whose library joins a storage group."""
+
+    def __init__(self) -> None:
+        self.joined = rtr.join("tq", name="producer")
+        self.unit = call("unit")
+
+    def run(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    def seen(self) -> Any:
+        return self.unit
+
+    def leave(self) -> None:
+        self.joined.leave()
+
+
+class WithMethods(Peer):
+    def __init__(self) -> None:
+        super().__init__()
+        rtr.join("tq")
+
+
+def test_an_actor_that_serves_no_methods_joins_in_its_init(actors: dict[str, Any], spawn: Spawn) -> None:
+    unit = actors["tq"]
+    producer = spawn(Producer)
+    assert ray.get(producer.seen.remote()) == ("unit", pid_of(unit))
+    with rtr.init_group({"own": producer, "peer": actors["mine"]}, name="engines"):
+        assert ray.get(producer.run.remote(call, "peer"))[0] == "peer"
+        assert ray.get(producer.run.remote(call, "unit"))[0] == "unit"
+    ray.get(producer.leave.remote())
+    with pytest.raises(ray.exceptions.ActorDiedError, match=r"members may call its methods .*join\(instance=\.\.\.\)"):
+        ray.get(spawn(WithMethods).threads.remote())
 
 
 def test_a_package_that_makes_actors_members_leaves_other_groups_alone(actors: dict[str, Any]) -> None:

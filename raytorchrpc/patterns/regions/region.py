@@ -76,17 +76,25 @@ class Region:
         >>> region.close()
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], *, dim: int = 0):
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+        *,
+        dim: int = 0,
+        group: str | None = None,
+    ):
         """
         Args:
             name: not that of another region of this process.
             tensors: by name, or in a sequence, where their positions are their names. Dense, with any strides, on the
                 CPU or a GPU. They may have different dtypes and shapes, but the same number of rows.
             dim: the dimension that rows index, of every tensor.
+            group: whose members may read it, for a process in several groups; see ``raytorchrpc.current_member``.
 
         Raises ConfigurationError; NotAMember outside a group.
         """
-        local = process_member()
+        local = process_member(group=group)
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a region needs a name, not {given!r}")
@@ -158,11 +166,15 @@ class Lease:
         >>> region.close()
     """
 
-    def __init__(self, member: str, region: str, instance_id: int, number: int, rows: numpy.ndarray) -> None:
+    def __init__(
+        self, member: str, region: str, instance_id: int, number: int, rows: numpy.ndarray, generation: str
+    ) -> None:
+        """``generation``: of the group."""
         self.member, self.region, self.rows = member, region, rows
         """The owner's name, the region's, and the rows (an array, int64)."""
         self._address, self._number = (KIND, region, instance_id), number
         self._granted: _Granted | None = None
+        self._generation = generation
 
     def done(self) -> bool:
         """Whether it has ended, so that the owner may write to the rows. Only in the owner."""
@@ -190,7 +202,7 @@ class Lease:
         if self._granted is not None:
             self._granted.end("released")
             return
-        local = process_member()
+        local = process_member(group=self._generation)
         with suppress(RayTorchRpcError):
             local.outgoing.call(
                 self.member, CONFIRM, (*self._address, self._number, True, True), {}, CallOptions(retry=0)
@@ -203,7 +215,7 @@ class Lease:
         self.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Lease, (self.member, self.region, self._address[2], self._number, self.rows)
+        return Lease, (self.member, self.region, self._address[2], self._number, self.rows, self._generation)
 
 
 class _Granted:
@@ -261,7 +273,8 @@ class ExposedRegion:
             )
             self._leases[granted.number] = granted
             numpy.add.at(self.held, checked, 1)
-        lease = Lease(self.local.me.name, self.name, self.instance_id, granted.number, checked)
+        owner = self.local.me.name, self.name, self.instance_id
+        lease = Lease(*owner, granted.number, checked, self.local.generation)
         lease._granted = granted
         return lease
 
