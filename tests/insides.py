@@ -20,6 +20,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.group import detached, group, join, restarts
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.integrations.team import Team as Team
 from raytorchrpc.lanes.torchrpc.agent import process_agent
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
@@ -150,15 +151,14 @@ def kept_out(until: Callable[[], bool]) -> Iterator[None]:
 
 
 def of_a_group() -> tuple[Any, ...]:
-    """What this process has of a group: its membership, what it has formed, threads and sockets."""
+    """What this process has of groups: its memberships, what it has formed, threads and sockets."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc")]
-    return join._membership, sorted(group._groups), len(threads), len(list(fork.own_sockets()))
+    return sorted(join._memberships), sorted(group._groups), len(threads), len(list(fork.own_sockets()))
 
 
 def group_name() -> str | None:
     """Of the group that this process is in."""
-    info = join.group_info()
-    return None if info is None else info.name
+    return next((info.name for info in join.infos()), None)
 
 
 def peers_elsewhere() -> int:
@@ -257,8 +257,8 @@ def actor_state(handle: Any) -> ray_internals.ActorState:
 
 def group_secret() -> bytes:
     """What the members of this member's group authenticate with."""
-    assert join._membership is not None
-    return join._membership.spec.credentials.secret
+    (membership,) = join._memberships.values()
+    return membership.spec.credentials.secret
 
 
 def stored_keys(prefix: str) -> list[str]:

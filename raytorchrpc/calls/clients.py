@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from raytorchrpc.calls.member import current
 from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.services import DeferredReply
@@ -33,6 +35,10 @@ class Client(Protocol):
     @property
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
 
     @property
     def timeout_s(self) -> float:
@@ -128,11 +134,17 @@ class OwnGroups:
         """This process formed or fetched this group. Idempotent."""
         with self._lock:
             self._clients.setdefault(generation, client)
+            current.change(clients=self._clients)
+
+    def may_have(self, target: Any, group: str | None = None) -> bool:
+        """Whether there is a group that may have this target, and of which this process is no member."""
+        return bool(self._candidates(group, target))
 
     def remove(self, generation: str) -> None:
         """The group ends, as far as this process is concerned. Idempotent, never raises."""
         with self._lock:
             client = self._clients.pop(generation, None)
+            current.change(clients=self._clients)
         if client is not None:
             client.close()
 
@@ -144,38 +156,38 @@ class OwnGroups:
         ConfigurationError if several groups have that member.
         """
         check_longest_wait(timeout_s)
-        operation = _Operation(self, home, self._candidates(group), timeout_s)
+        operation = _Operation(self, home, self._candidates(group, home), timeout_s)
         return operation.match() if operation.has_joined() else None
 
     def join(self, home: Any, timeout_s: float | None = None, group: str | None = None) -> Joining | None:
         """Begin to become a client of the group with the member ``home``, on a thread; settled with the LocalMember.
         Does not block. None if this process has formed and fetched no group that lasts.
 
-        ``group``: the generation of the group that has the member, if it is known and this process uses it. Settled
-        with NotAMember, ConfigurationError if several groups have that member, and what keeps this process from
-        joining.
+        ``group``: the name or the generation of the group that has the member, if it is known and this process uses
+        it. Settled with NotAMember, ConfigurationError if several groups have that member, and what keeps this process
+        from joining.
         """
-        if not (clients := self._candidates(group)):
+        if not (clients := self._candidates(group, home)):
             return None
         operation = _Operation(self, home, clients, timeout_s)
         return self._begin(operation, operation.local)
 
-    def everywhere(self, timeout_s: float | None = None) -> tuple[list[Any], list[Exception]]:
-        """The clients of all these groups, as LocalMembers, and why this process cannot join others now. Blocks.
+    def everywhere(self, timeout_s: float | None = None, group: str | None = None) -> tuple[list[Any], list[Exception]]:
+        """The clients of these groups, as LocalMembers, and why this process cannot join others now. Blocks.
 
         Raises NotAMember if there were groups and all have ended, and what failed if it can join none.
         """
-        if not (clients := self._candidates(None)):
+        if not (clients := self._candidates(group)):
             return [], []
         operation = _Operation(self, None, clients, timeout_s)
         outcome: tuple[list[Any], list[Exception]] = self._begin(operation, operation.everywhere).result()
         return outcome
 
-    def name_of(self, target: Any) -> str | None:
+    def name_of(self, target: Any, group: str | None = None) -> str | None:
         """The name of the member that ``target`` stands for in these groups, as far as this process has heard; None if
         that is not clear. Does not block.
         """
-        members = [client.member(target) for client in self._candidates(None).values()]
+        members = [client.member(target) for client in self._candidates(group, target).values()]
         names = {member.name for member in members if member is not None}
         return names.pop() if len(names) == 1 else None
 
@@ -186,15 +198,18 @@ class OwnGroups:
         self._workers.submit(joining.run, work)
         return joining
 
-    def _candidates(self, group: str | None) -> dict[str, Client]:
-        """That group, or all; without those of a Ray session that is over, which end here."""
+    def _candidates(self, group: str | None, target: Any = None) -> dict[str, Client]:
+        """That group, or all; without those that this process is a member of, and those of a Ray session that is over,
+        which end here.
+        """
         fork.check_process()
-        clients = self._clients.copy()
+        clients = {each: client for each, client in self._clients.copy().items() if each not in current.members}
         for generation, client in list(clients.items()):
             if not client.lasts:
                 self.remove(generation)
                 del clients[generation]
-        return clients if group is None or group not in clients else {group: clients[group]}
+        wanted = target.group if group is None and isinstance(target, Member) else group
+        return {each: client for each, client in clients.items() if not wanted or wanted in (each, client.group)}
 
 
 class _Operation:
@@ -226,8 +241,8 @@ class _Operation:
         if len(having) > 1:
             groups = " and ".join(repr(local.group) for _, local, _ in having)
             raise ConfigurationError(
-                f"groups {groups} have a member {self.home!r}, and this process is in none of them: give the members "
-                f"different names, or join one group with init_group(..., include_driver=True)"
+                f"groups {groups} have a member {self.home!r}, and this process is in none of them: say which, "
+                f"group={having[0][1].group!r}, or give the members different names"
             )
         for client, local, member in having:
             client.watch(local, member, self._until)
@@ -283,8 +298,7 @@ own_groups = OwnGroups()
 
 def member_of(local: Any, target: Any) -> Member | None:
     """The member that ``target`` (a name, rank, handle or Member) stands for, or None."""
-    try:
-        member: Member = local.peers.member(target)
+    with suppress(NotAMember):
+        member: Member | None = local.peers.known(target)
         return member
-    except NotAMember:
-        return None
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerTable, process_token
+from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import KINDS, IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
@@ -25,6 +26,7 @@ from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
 from raytorchrpc.calls.server.traced import traced_kinds
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
@@ -110,65 +112,169 @@ class LocalMember:
 
 
 class _Current:
-    """Holds this process's membership, and drops it in a forked child."""
+    """Holds this process's memberships, and drops them in a forked child."""
 
     def __init__(self) -> None:
         self.local: LocalMember | None = None
-        self._parents: LocalMember | None = None
+        """The membership, if it is the only group that this process uses. Calls look no further. Hot path."""
+        self.members: Mapping[str, LocalMember] = {}
+        """All memberships, by generation, in the order in which this process joined. Replaced when they change."""
+        self.clients: frozenset[str] = frozenset()
+        """The generations of the groups that this process may join as a client; see ``clients.OwnGroups``."""
+        self._parents: Any = None
+
+    def change(self, members: Mapping[str, LocalMember] | None = None, clients: Iterable[str] | None = None) -> None:
+        """Set either; None: as before. Quick."""
+        if members is not None:
+            self.members = members
+        if clients is not None:
+            self.clients = frozenset(clients)
+        used = self.members.keys() | self.clients | rejoin.pending()
+        self.local = next(iter(self.members.values())) if self.members and len(used) == 1 else None
 
     def after_fork(self) -> tuple[()]:
-        """See fork.ForkAware. Freeing the parent's membership could wait for threads that the child lacks."""
-        if self.local is not None:
-            self._parents, self.local = self.local, None
-            fork.forked_from(f"member {self._parents.me.name!r} of group {self._parents.group!r}")
+        """See fork.ForkAware. Freeing the parent's memberships could wait for threads that the child lacks."""
+        for local in self.members.values():
+            fork.forked_from(f"member {local.me.name!r} of group {local.group!r}")
+        self._parents, self.members, self.local = (self._parents, self.members), {}, None
         return ()
 
 
 current = _Current()
-"""Its ``local`` is this process's membership, if any."""
+rejoin.changed = current.change
 
 
-def process_member(timeout_s: float | None = None) -> LocalMember:
-    """This process's membership. Raises NotAMember, with the remedy, if there is none.
+def set_locals(*locals_: LocalMember) -> None:
+    """These are this process's memberships from now on, in the order in which it joined."""
+    current.change({local.generation: local for local in locals_})
+    if locals_:
+        fork.register(current)
+    rejoin.joined(locals_)
+
+
+def memberships(group: str | None = None) -> list[LocalMember]:
+    """This process's memberships that an operation may mean. ``group``: a name or a generation; None: any."""
+    return [local for local in current.members.values() if group in (None, local.generation, local.group)]
+
+
+def membership(group: str | None = None) -> LocalMember | None:
+    """This process's membership in that group; None: in the group whose call this thread serves, or in the only one.
+
+    ``group``: a name or a generation. None if it is in no such group, or is about to rejoin one that may be meant.
+    Raises ConfigurationError if it is in several.
+    """
+    if group is None and (served := current.members.get(current_scope.get().group)) is not None:
+        return served
+    if group is None and rejoin.pending():
+        return None
+    candidates = memberships(group)
+    if len(candidates) > 1:
+        raise ConfigurationError(f"this process is in {_named(candidates)}: say which, {_example(candidates)}")
+    return candidates[0] if candidates else None
+
+
+def reaching(target: Any, group: str | None = None) -> LocalMember | None:
+    """The membership by which this process reaches ``target``; None if it is in no group that is known to have it, or
+    is about to rejoin one that may be meant.
+
+    A handle or a Member is found in whichever group has it. A name means, without ``group``, a member of the group
+    whose call this thread serves, or of the only group that has the name; a rank that of the served group, or of the
+    only group. Raises ConfigurationError where that leaves several.
+    """
+    candidates = memberships(group)
+    if isinstance(target, Member) and target.group:
+        candidates = [local for local in candidates if local.group == target.group]
+    having = [local for local in candidates if local.peers.known(target) is not None]
+    if group is None and (served := current.members.get(current_scope.get().group)) in having:
+        return served
+    if isinstance(target, (int, str)):
+        if group is None and rejoin.pending():
+            return None
+        is_rank = isinstance(target, int) or target.isdecimal()
+        several = candidates if is_rank and having else having
+        if len(several) > 1:
+            which = f"a rank in each of {_named(several)}" if is_rank else f"a member of {_named(several)}"
+            raise ConfigurationError(
+                f"{target!r} is {which}: say which, {_example(several)}, or pass an actor handle or a Member"
+            )
+    return having[0] if having else None
+
+
+def awaiting(target: Any, timeout_s: float | None, group: str | None = None) -> LocalMember:
+    """The membership in which ``target``, which none is known to have, has been announced meanwhile.
+
+    Raises NotAMember; see ``PeerTable.route_for_call``.
+    """
+    candidates = memberships(group)
+    if len(candidates) == 1:
+        return candidates[0]  # which looks for it by itself
+    for local in candidates:
+        with suppress(NotAMember):
+            local.peers.route_for_call(target, timeout_s)
+            return local
+    if not candidates:
+        raise NotAMember(_not_in(group))
+    raise NotAMember(f"{target!r} is in none of this process's {_named(candidates)}")
+
+
+def resolved(waited: LocalMember, target: Any, group: str | None = None) -> LocalMember:
+    """The membership, or client, by which an operation reaches ``target`` after a wait for one: ``waited``."""
+    if len(current.members) < 2 or waited.generation not in current.members:
+        return waited
+    return reaching(target, group) or awaiting(target, None, group)
+
+
+def _not_in(group: str | None) -> str:
+    there = _named([*current.members.values()]) if current.members else "none"
+    return f"this process is in no group {group!r}; it is in {there}"
+
+
+def _named(locals_: Sequence[LocalMember]) -> str:
+    names = [repr(local.group) for local in locals_]
+    return f"group {names[0]}" if len(names) == 1 else f"groups {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _example(locals_: Sequence[LocalMember]) -> str:
+    return f"group={locals_[0].group!r}"
+
+
+def process_member(timeout_s: float | None = None, group: str | None = None) -> LocalMember:
+    """This process's membership; see ``membership``. Raises NotAMember, with the remedy, if there is none.
 
     In a restarted actor, blocks until it has rejoined its group, at most ``timeout_s`` (None: the default of a call);
     then raises RpcTimeout.
     """
-    local = current.local
+    if (local := current.local) is not None and group is None:
+        return local
+    if (local := membership(group)) is None and (not current.members or rejoin.pending()):
+        waited: LocalMember = rejoin.wait(timeout_s)
+        local = waited if group is None and len(current.members) < 2 else membership(group)
     if local is None:
-        local = rejoin.wait(timeout_s)
+        raise NotAMember(_not_in(group))
     return local
 
 
-def current_local() -> LocalMember | None:
-    """This process's membership, or None."""
-    return current.local
-
-
-def set_local(local: LocalMember | None) -> None:
-    """Enter or leave a group."""
-    current.local = local
-    if local is not None:
-        fork.register(current)
-    rejoin.joined(local)
-
-
 @takes_timeout
-def current_member(timeout: float | None = None) -> Member:
+def current_member(timeout: float | None = None, *, group: str | None = None) -> Member:
     """This process's own ``Member``. Raises NotAMember outside a group.
 
     In an actor that Ray has restarted, blocks until its group has taken it back, at most ``timeout`` seconds (None:
     the group's ``rpc_timeout_s``); then raises RpcTimeout. Raises NotAMember if the group has ended meanwhile, or if
     the actor's ``__init__`` is still running. On an event loop use ``await_membership``.
 
+    Args:
+        timeout: see above.
+        group: the group's name. None: that of the call that this thread serves, or the only one that this process is
+            in; in several groups raises ConfigurationError.
+
     Examples:
         >>> rtr.current_member().name
         'driver'
     """
-    return process_member(None if timeout is None else checked_timeout(timeout)).me
+    return process_member(None if timeout is None else checked_timeout(timeout), group).me
 
 
-async def await_membership(timeout: float | None = None) -> Member:
+async def await_membership(timeout: float | None = None, *, group: str | None = None) -> Member:
     """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``.
 
     Examples:
@@ -176,8 +282,6 @@ async def await_membership(timeout: float | None = None) -> Member:
         'driver'
     """
     checked = None if timeout is None else checked_timeout(timeout)
-    local = current.local
-    if local is not None:
-        return local.me
-    member: Member = (await asyncio.wrap_future(rejoin.awaited(checked))).me
-    return member
+    if not current.members or rejoin.pending():
+        await asyncio.wrap_future(rejoin.awaited(checked))
+    return process_member(checked, group).me

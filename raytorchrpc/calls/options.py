@@ -48,6 +48,8 @@ class CallOptions(NamedTuple):
     """``Call.cancel`` reaches the callee."""
     method: str = ""
     """The method that errors name, if it is not the one called."""
+    group: str | None = None
+    """The group that the target is in; None: see ``member.reaching``."""
 
 
 DEFAULTS = CallOptions()

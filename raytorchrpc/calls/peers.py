@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.scope import current_scope, on_loop
@@ -52,6 +52,8 @@ class Member:
     """Its torchrpc id: its rank in a group of new actors. Unique in the group, never used again for another process."""
     incarnation: int = 0
     """How often its actor has come back into the group after a restart."""
+    group: str = ""
+    """The name of its group."""
 
     def __repr__(self) -> str:
         return f"Member(rank={self.rank}, name={self.name!r}, pid={self.pid}, node_id={self.node_id[:8]!r})"
@@ -97,13 +99,17 @@ def keys_of(rank: int, name: str, actor: Any = None) -> tuple[Any, ...]:
     return (rank, name) if actor is None else (rank, name, actor)
 
 
-def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
+@overload
+def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T: ...
+@overload
+def find(target: Any, by_key: Mapping[Any, T], group: None = None) -> T | None: ...
+def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str] | None = None) -> T | None:
     """Find a member by what users pass for one: an actor handle, a name, a rank or a ``Member``. Hot path.
 
     Args:
         target: what was passed. Text of digits alone is a rank.
         by_key: what to return, by ``keys_of`` each member.
-        group: describes the group for an error; see ``described``.
+        group: describes the group for an error; see ``described``. Without it, None stands for no member.
 
     Raises NotAMember.
     """
@@ -120,7 +126,7 @@ def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
     value = by_key.get(key)
     if value is None and isinstance(key, str) and key.isdecimal():
         value = by_key.get(int(key))
-    if value is None:
+    if value is None and group is not None:
         raise NotAMember(f"{target!r} is not in {group()}")
     return value
 
@@ -287,6 +293,11 @@ class PeerTable:
     def member(self, target: Any) -> Member:
         """The member that a target stands for; see ``route``. Makes no route."""
         return self._members[find(target, self._ranks, self._described)]
+
+    def known(self, target: Any) -> Member | None:
+        """As ``member``; None if the target is not known to be in the group."""
+        rank = find(target, self._ranks)
+        return None if rank is None else self._members.get(rank)
 
     def route(self, target: Any) -> PeerRoute:
         """The route to a target: an actor handle, a member's name, its rank or a ``Member``.

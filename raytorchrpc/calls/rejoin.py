@@ -1,6 +1,6 @@
-"""A restarted actor before it has rejoined its group: how long its direct calls wait.
+"""A restarted actor before it has rejoined its groups: how long its direct calls wait.
 
-``group.restarted`` is how the group reaches it meanwhile.
+``group.restarted`` is how the groups reach it meanwhile.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
@@ -55,49 +55,52 @@ class Owner(NamedTuple):
 
 
 class Awaited(DeferredReply):
-    """The LocalMember that this process becomes. NotAMember if it cannot rejoin, or RpcTimeout after ``timeout_s``."""
+    """A LocalMember that this process becomes, once it is back in all its groups. NotAMember if it cannot rejoin, or
+    RpcTimeout after ``timeout_s``.
+    """
 
     def __init__(self, rejoin: Rejoin, timeout_s: float | None) -> None:
-        """``timeout_s``: None: the group's ``rpc_timeout_s``."""
+        """``timeout_s``: None: the longest ``rpc_timeout_s`` of its groups."""
         super().__init__()
         self._rejoin, self.timeout_s, self._since = rejoin, timeout_s, time.monotonic()
 
     @property
     def until(self) -> float:
         """The deadline (``time.monotonic``)."""
-        timeout_s, group = self.timeout_s, self._rejoin.group
+        timeout_s = self.timeout_s
         if timeout_s is None:
-            timeout_s = _UNKNOWN_S if group is None else group[1]
+            timeout_s = max((each for _, each in self._rejoin.groups.values()), default=_UNKNOWN_S)
         return self._since + timeout_s
 
     def why_late(self) -> str:
         """For the error of a call that waits for this."""
-        group = "its group" if self._rejoin.group is None else f"group {self._rejoin.group[0]!r}"
+        names = [repr(self._rejoin.groups[generation][0]) for generation in self._rejoin.pending]
+        group = f"group {', '.join(names)}" if names else "its group"
         waited_s = time.monotonic() - self._since
         return f"this process was restarted and has not rejoined {group} within {waited_s:.3g} s"
 
 
 class Rejoin:
-    """The return of one restarted process into its group, and the calls that wait for it. Thread-safe."""
+    """The return of one restarted process into its groups, and the calls that wait for it. Thread-safe."""
 
     def __init__(self, actor_id: str) -> None:
         self.actor_id = actor_id
-        self.local: Any = None
-        """The LocalMember that this process has become."""
-        self.finished = False
-        """The group needs to reach it no more."""
+        self.members: dict[str, Any] = {}
+        """By generation, the LocalMembers that this process is now."""
+        self.finished: set[str] = set()
+        """The generations of groups that need to reach it no more."""
         self.news = threading.Event()
-        """Set when ``local`` or ``finished`` changes."""
+        """Set when ``members`` or ``finished`` changes."""
         self._lock = Lock()
         self._waiters: list[Awaited] = []
         self._deadlines = process_deadlines()
-        self.group: tuple[str, float] | None = None
-        """That is to take it back, and its ``rpc_timeout_s``."""
+        self.groups: dict[str, tuple[str, float]] = {}
+        """By generation, those that are to take it back: the name, and ``rpc_timeout_s``."""
         self._refusal: NotAMember | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, serve: Callable[[Rejoin], None]) -> None:
-        """Have ``serve`` join the group, on a thread; its end ends all waits. Raises ThreadShortage."""
+        """Have ``serve`` join the groups, on a thread; its end ends all waits. Raises ThreadShortage."""
         self._thread = threads.start(self._work, serve, name="raytorchrpc-rejoin")
         fork.register(self)
 
@@ -113,23 +116,40 @@ class Rejoin:
         """Whether the thread has ended."""
         return self._refusal is not None or (self._thread is not None and not self._thread.is_alive())
 
-    def expect(self, group: str, timeout_s: float) -> None:
-        """That group is to take this process back. ``timeout_s``: its ``rpc_timeout_s``."""
+    @property
+    def pending(self) -> set[str]:
+        """The generations of the groups that are to take it back, and have not."""
+        return self.groups.keys() - self.members.keys()
+
+    def expect(self, groups: dict[str, tuple[str, float]]) -> None:
+        """These groups are to take this process back; see ``groups``."""
         with self._lock:
-            self.group = group, timeout_s
-            waiters = [waiter for waiter in self._waiters if waiter.timeout_s is None]
+            changed, self.groups = groups != self.groups, groups
+            waiters = [waiter for waiter in self._waiters if waiter.timeout_s is None] if changed else []
         for waiter in waiters:
             self._watch_deadline(waiter)
+        self._settle()
+
+    def _settle(self) -> None:
+        """End the waits, if this process is back in all its groups."""
+        changed()
+        with self._lock:
+            is_back = self.members and not self.pending
+            waiters, self._waiters = (self._waiters, []) if is_back else ([], self._waiters)
+            members = self.members
+        for waiter in waiters:
+            waiter.settle(next(iter(members.values())))
 
     def member(self, timeout_s: float | None) -> Awaited:
         """See Awaited."""
         waiter = Awaited(self, timeout_s)
         with self._lock:
-            local, refusal = self.local, self._refusal
-            if local is None and refusal is None:
+            members, refusal = self.members, self._refusal
+            waits = refusal is None and (not members or self.pending)
+            if waits:
                 self._waiters.append(waiter)
-        if local is not None or refusal is not None:
-            waiter.settle(local, refusal if local is None else None)
+        if not waits:
+            waiter.settle(next(iter(members.values()), None), None if members else refusal)
         else:
             self._watch_deadline(waiter)
         return waiter
@@ -147,20 +167,16 @@ class Rejoin:
                 self._waiters.remove(waiter)
         waiter.settle(None, RpcTimeout(waiter.why_late()))
 
-    def joined(self, local: Any) -> None:
-        """This process is that member now; None: it has left the group."""
+    def joined(self, locals_: Sequence[Any]) -> None:
+        """These are the LocalMembers of this process now."""
         with self._lock:
-            self.local = local
-            if local is not None:
-                self.group = local.group, local.config.rpc_timeout_s
-            waiters, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
+            self.members = {local.generation: local for local in locals_}
         self.news.set()
-        for waiter in waiters:
-            waiter.settle(local)
+        self._settle()
 
-    def finish(self) -> None:
-        """The group needs to reach this process no more."""
-        self.finished = True
+    def finish(self, generation: str) -> None:
+        """That group needs to reach this process no more."""
+        self.finished.add(generation)
         self.news.set()
 
     def _work(self, serve: Callable[[Rejoin], None]) -> None:
@@ -171,14 +187,16 @@ class Rejoin:
             logger.warning("this restarted actor cannot rejoin its group: %s", error, exc_info=True)
             refusal = NotAMember(f"this process was restarted and cannot rejoin its group: {error}")
         finally:
-            if self.group is not None and self.local is None:
-                refusal = NotAMember(f"this process was restarted, and group {self.group[0]!r} has ended meanwhile")
+            if self.groups and not self.members:
+                names = ", ".join(repr(name) for name, _ in self.groups.values())
+                refusal = NotAMember(f"this process was restarted, and group {names} has ended meanwhile")
             with self._lock:
-                self._refusal = refusal
+                self._refusal, self.groups = refusal, {}
                 waiters, self._waiters = self._waiters, []
             take_turns(_was_member)
+            changed()
             for waiter in waiters:
-                waiter.settle(None, refusal)
+                waiter.settle(next(iter(self.members.values()), None), None if self.members else refusal)
 
 
 # --- the rejoin of this process ---------------------------------------------------------------------------------------
@@ -193,6 +211,15 @@ _restarted: bool | None = None
 _serve: Callable[[Rejoin], None]
 
 
+def changed() -> None:
+    """Have calls look at what ``pending`` is now; set by ``calls.member``."""
+
+
+def pending() -> set[str]:
+    """The generations of the groups that are to take this restarted process back, and have not."""
+    return set() if _current is None else _current.pending
+
+
 def begin(serve: Callable[[Rejoin], None]) -> None:
     """If this process holds an actor that Ray has restarted, have ``serve`` join its group. Idempotent, quick."""
     global _serve
@@ -205,10 +232,10 @@ def begin(serve: Callable[[Rejoin], None]) -> None:
         logger.debug("this process cannot look for its group yet: %s", error)
 
 
-def finish() -> None:
+def finish(generation: str) -> None:
     """See Rejoin.finish."""
     if _current is not None:
-        _current.finish()
+        _current.finish(generation)
 
 
 def _begin(actor_id: str) -> Rejoin:
@@ -312,9 +339,9 @@ def _was_restarted(actor_id: str) -> bool:
     return _restarted
 
 
-def joined(local: Any) -> None:
-    """This process has become that member; None: it has left the group."""
+def joined(locals_: Sequence[Any]) -> None:
+    """These are the memberships of this process now, as LocalMembers."""
     global _was_member
-    _was_member = _was_member or local is not None
+    _was_member = _was_member or bool(locals_)
     if _current is not None:
-        _current.joined(local)
+        _current.joined(locals_)

@@ -64,8 +64,9 @@ class Limit:
     def __init__(self, at: float) -> None:
         self.at = at
         self.over = False
-        self.windows: dict[int, Any] = {}
-        """Credit windows by the peer's rank, for the calls made on behalf of this one; see ``flow_control``."""
+        self.windows: dict[str, dict[int, Any]] = {}
+        """Credit windows by the group's generation and the peer's rank, for the calls made on behalf of this one; see
+        ``flow_control``."""
 
 
 class AdmissionState(Enum):
@@ -88,6 +89,8 @@ class Scope(NamedTuple):
     """Of the served call; calls made on its behalf end by then too."""
     admission: Any = None
     """The ``gates.Admission`` that the running method holds, if any."""
+    group: str = ""
+    """The generation of the group whose call this serves."""
 
     @property
     def deadline(self) -> float | None:
@@ -104,13 +107,13 @@ class Scope(NamedTuple):
         token = token_of_threads() if admission is None else admission.token
         if token in self.path:
             return self if admission is self.admission else self._replace(admission=admission)
-        return Scope((*self.path, token), self.limit, admission)
+        return Scope((*self.path, token), self.limit, admission, self.group)
 
     def inside(self, admission: Any) -> Scope:
         """The scope of a method that runs inside ``admission`` on behalf of this scope."""
         if admission is None or admission.token in self.path:
             return self._replace(admission=admission)
-        return Scope((*self.path, admission.token), self.limit, admission)
+        return Scope((*self.path, admission.token), self.limit, admission, self.group)
 
 
 NO_SCOPE = Scope()

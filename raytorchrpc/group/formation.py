@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.group import join, ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Arguments
-from raytorchrpc.group.messages import GroupInfo, JoinRequest, Listening, Prepared, Probe, packed
+from raytorchrpc.group.messages import GroupInfo, GroupOf, JoinRequest, Listening, Prepared, Probe, packed
 from raytorchrpc.group.restarted import lasts
 from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes import registry
@@ -133,8 +134,6 @@ def _generated_name(handle: Any, rank: int, taken: Collection[str]) -> str:
 class Formation:
     """The steps by which members join: for ``init_group``, ``Group.add`` and the return of a restarted actor."""
 
-    _commit = staticmethod(join.commit)
-
     def __init__(
         self,
         roster: Roster,
@@ -182,8 +181,7 @@ class Formation:
         lanes = registry.foreign(self.roster.config.lanes)
         arguments = {member: (member, lanes) for member in self.participants}
         probes = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
-        self._probes: dict[str, Probe] = {member: probes[member] for member in self.participants}
-        self._refuse_taken(self._probes)
+        self._probes = self._leaving({member: probes[member] for member in self.participants})
         self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
 
     def assign(self, roster: Roster, beside: Roster | None = None) -> None:
@@ -208,22 +206,28 @@ class Formation:
         self._before, self.roster = roster, roster.with_members(self.roster, self.participants)
         return True
 
-    def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
-        taken = {member: probe for member, probe in probes.items() if probe.group is not None}
-        if not taken:
-            return
-        ended: set[Owner | None] = {None}
-        for member, probe in taken.items():
-            # Of this generation: it answered an earlier attempt too late. In all these cases prepare() leaves first.
-            if probe.owner in ended or probe.generation in (self.roster.generation, *ray_calls.ended_here):
-                continue
-            ended.add(probe.owner)
-            if probe.owner is not None and lasts(probe.owner):
+    def _leaving(self, probes: Mapping[str, Probe]) -> dict[str, Probe]:
+        """What was probed, with those groups alone that the participants leave first: groups that have ended, and this
+        generation, where an earlier attempt was answered too late. Raises BootstrapError for one that is in a group of
+        this name already.
+        """
+        lasting = functools.cache(lasts)
+
+        def leaves(member: str, group: GroupOf) -> bool:
+            if group.generation in (self.roster.generation, *ray_calls.ended_here) or not lasting(group.owner):
+                return True
+            if group.name == self.roster.name:
                 raise BootstrapError(
-                    f"{member!r} is already in group {probe.group!r}; end that one first "
-                    f"(get_group({probe.group!r}).shutdown() in the process that formed it)",
+                    f"{member!r} is already in group {group.name!r}; end that one first "
+                    f"(get_group({group.name!r}).shutdown() in the process that formed it), or choose another name=",
                     members=(member,),
                 )
+            return False
+
+        return {
+            member: probe._replace(groups=tuple(group for group in probe.groups if leaves(member, group)))
+            for member, probe in probes.items()
+        }
 
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
@@ -282,7 +286,7 @@ class Formation:
         group = self.roster.name, self.roster.generation
         listening = self._shared(Listening(*group, peers, remaining_s, dict(away or {}), tuple(silent), version))
         arguments = {member: (listening(member),) for member in self.participants}
-        self._ask("could not reach the others", self._commit, arguments)
+        self._ask("could not reach the others", join.commit, arguments)
 
     def _shared(self, message: GroupInfo | Listening) -> Callable[[str], Any]:
         """By participant, the argument by which it gets a message that all of them get: packed once, and where it is
@@ -351,8 +355,6 @@ class Formation:
 class ClientFormation(Formation):
     """The steps by which a process becomes a client."""
 
-    _commit = staticmethod(join.commit_client)
-
     def __init__(self, roster: Roster, request: JoinRequest, rank: int, call_all: Callable[..., Answers]) -> None:
         newcomer = {request.name: request.process}
         super().__init__(roster, newcomer, request.timeout_s, call_all, attempt=request.attempt)
@@ -361,8 +363,9 @@ class ClientFormation(Formation):
     def assign(self, roster: Roster, beside: Roster | None = None) -> None:
         self.roster = roster.as_seen_by(self.name, self._process, self._probes[self.name], self._rank)
 
-    def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
-        """A member of another group may be a client of this one."""
+    def _leaving(self, probes: Mapping[str, Probe]) -> dict[str, Probe]:
+        """A client leaves no group."""
+        return {member: probe._replace(groups=()) for member, probe in probes.items()}
 
 
 def form_group(

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import current_local, process_member
+from raytorchrpc.calls.member import current, process_member
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, by_key, described, find
@@ -87,10 +87,9 @@ class Group:
     def _info(self) -> GroupInfo:
         if self._host is not None:
             return self._host.info
-        known, own = self._first_info, _join.group_info()
-        if own is None or own.generation != known.generation or own.members == known.members:
-            return known
-        return own  # a member learns of every change
+        known = self._first_info
+        own = _join.group_info(known.generation)
+        return known if own is None or own.members == known.members else own  # a member learns of every change
 
     @property
     def name(self) -> str:
@@ -112,17 +111,23 @@ class Group:
         """All members, in rank order."""
         return _Members(self._info.members)
 
+    def member(self, target: Any) -> Member:
+        """The member that an actor handle, a name, a rank or a Member stands for. Raises NotAMember."""
+        members = self.members
+        names = ((member.rank, member.name) for member in members)
+        return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))
+
     def routes(self) -> _routes.RoutePlan:
         """The lanes between each pair of members, and why they were chosen; shown as a table."""
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
         """Everything that decided the route between ``a`` and ``b`` (names, ranks, handles or Members), as text."""
-        return self._info.plan.explain(self._member(a).name, self._member(b).name)
+        return self._info.plan.explain(self.member(a).name, self.member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
         """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu"."""
-        return self._info.plan.device_map(self._member(a).name, self._member(b).name)
+        return self._info.plan.device_map(self.member(a).name, self.member(b).name)
 
     @takes_timeout
     def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:
@@ -260,8 +265,8 @@ class Group:
         those.
         """
         fork.check_process()
-        if tickets.has_joined(self.generation):
-            joining.leave()
+        if tickets.own(self.generation) is not None:
+            joining.leave(self.generation)
         elif not self._joined:
             raise NotAMember("only a process that has joined a group by raytorchrpc.join() leaves it by itself")
 
@@ -287,10 +292,10 @@ class Group:
         ready after ``timeout`` seconds, or if the group ends.
         """
         check_timeout(timeout)
-        local = current_local()
+        local = current.members.get(self.generation)
         if self._host is not None:
             away = self._host.wait_ready(timeout_s=timeout)
-        elif local is not None and local.generation == self.generation:
+        elif local is not None:
             ready = local.peers.await_everybody(time.monotonic() + timeout)
             away = {} if ready else {name: absence.cause for name, absence in local.peers.away().items()}
         else:
@@ -308,12 +313,7 @@ class Group:
     def _names(self, method: str, actors: Any) -> list[str]:
         if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
             raise ConfigurationError(f"{method} takes a list of members, not {actors!r}")
-        return [self._member(actor).name for actor in actors]
-
-    def _member(self, target: Any) -> Member:
-        members = self.members
-        names = ((member.rank, member.name) for member in members)
-        return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))
+        return [self.member(actor).name for actor in actors]
 
     def __enter__(self) -> Group:
         return self
@@ -359,15 +359,14 @@ def get_group(name: str = "default") -> Group:
     _forget_ended(name)
     if name in _groups:
         return _groups[name]
-    if current_local() is None:
+    if not current.members:
         with suppress(NotAMember):
             process_member()  # in a restarted actor
-    info = _join.group_info()
-    if info is not None and info.name == name:
+    if (info := _join.group_info(name)) is not None:
         return Group(info)
     if (host := find_detached(name)) is not None:
         return Group(host.info, host)
-    known = sorted({*_groups, *([info.name] if info else [])})
+    known = sorted({*_groups, *(info.name for info in _join.infos())})
     others = f"; detached groups of this cluster: {', '.join(detached)}" if (detached := detached_names()) else ""
     raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'}){others}")
 
@@ -407,7 +406,7 @@ def init_group(
     Ctrl-C, members that had joined leave again, and a later ``init_group`` of the same actors works.
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
-    BootstrapError for members that are dead, busy, unreachable, or in another group.
+    BootstrapError for members that are dead, busy, unreachable, or in a group of this name.
 
     Examples:
         >>> with rtr.init_group({"learner": first, "actor": second}, name="pair") as pair:
@@ -471,8 +470,7 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
     """
     check_process()
     check_timeout(timeout)
-    joining.enter(group, name, instance, timeout)
-    info = _join.group_info()
+    info = _join.group_info(joining.enter(group, name, instance, timeout))
     if info is None:
         raise BootstrapError("the group has ended just now")
     return Group(info, joined=True)

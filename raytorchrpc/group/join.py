@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,16 +22,16 @@ import ray
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.clients import Supervision
-from raytorchrpc.calls.member import LocalMember, current_local, set_local
+from raytorchrpc.calls.member import LocalMember, current, process_member, set_locals
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
 from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.group import process_group
 from raytorchrpc.group.here import asked_for_gpu, endpoint, place
-from raytorchrpc.group.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
+from raytorchrpc.group.messages import GroupInfo, GroupOf, JoinSpec, Listening, Prepared, Probe, unpacked
 from raytorchrpc.group.status import TOTALS_S, Exporter, reading
-from raytorchrpc.group.tickets import Parent, consent
+from raytorchrpc.group.tickets import consent, parent
 from raytorchrpc.group.view import JOINING, Answer, Delta, Difference, Table
 from raytorchrpc.group.vouching import vouched
 from raytorchrpc.lanes import registry
@@ -40,7 +40,7 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_agent, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.patterns import home
-from raytorchrpc.process.guard import process_guard
+from raytorchrpc.process.guard import Vouch, process_guard
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
@@ -63,6 +63,12 @@ class Membership:
     """Of a client."""
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
+    has_joined: bool = False
+    """Since ``commit``."""
+    vouch: Vouch | None = None
+    """Of a member: vouches for the other members' connections."""
+    no_agent: str = ""
+    """Why the torchrpc agent of this process does not serve this group: there is one, and another group needs it."""
 
     @property
     def is_client(self) -> bool:
@@ -82,18 +88,17 @@ class Membership:
                 peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=same_node
             )
         if peer.rank == me.rank:
-            refused = forbidden(table.config, registry.TORCHRPC)
-            torchrpc = AbsentLane(refused) if refused else lanes[registry.TORCHRPC]
+            torchrpc = self._torchrpc(peer, forbidden(table.config, registry.TORCHRPC))
             return PeerRoute(peer, lanes[registry.LOOPBACK], torchrpc, token=token)
         route = plan.route(me.name, peer.name)
         outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
-        refused = route.why_not(registry.TORCHRPC)
-        torchrpc = AbsentLane(refused) if refused else lanes[registry.TORCHRPC]
+        torchrpc = self._torchrpc(peer, route.why_not(registry.TORCHRPC))
+        calls = torchrpc if route.message_lane == registry.TORCHRPC else lanes[route.message_lane]
         opened = local.tensor_lanes.keys() & prepared.addresses.keys()
         usable = [choice for choice in route.tensor_lanes if choice.out_of_band and choice.lane in opened]
         return PeerRoute(
             peer,
-            lanes[route.message_lane],
+            lanes[registry.CONTROL] if isinstance(calls, AbsentLane) else calls,
             torchrpc,
             {choice.traffic: choice.lane for choice in reversed(usable)},  # the preferred lane for each kind
             route.through_cpu(),
@@ -106,26 +111,32 @@ class Membership:
             same_clock=me.node_id == peer.node_id,
         )
 
+    def _torchrpc(self, peer: Member, refused: str | None) -> MessageLane:
+        """The lane to ``peer``. ``refused``: why their route has none."""
+        if refused:
+            return AbsentLane(refused)
+        remedy = "have this process in one group alone"
+        if self.no_agent:
+            return AbsentLane(self.no_agent, remedy)
+        if registry.TORCHRPC not in self.table.peers[peer.name].addresses:
+            return AbsentLane(f"the torchrpc agent of {peer.name!r} serves another group, and not this one", remedy)
+        return next(lane for lane in self.local.lanes if lane.name == registry.TORCHRPC)
+
 
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
-_membership: Membership | None = None
-"""From ``prepare`` until this process has left; it has joined if its LocalMember is the process's."""
-_clients: dict[str, Membership] = {}
-"""This process as a client of groups, by generation, from ``prepare`` on."""
+_memberships: dict[str, Membership] = {}
+"""Of this process, as a member or a client, by generation: from ``prepare`` until it has left."""
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
 
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
-    local, info = current_local(), group_info()
     return Probe(
         endpoint=endpoint(name, asked_for_gpu(instance), lanes),
         node_id=place().node_id,
         pid=os.getpid(),
-        group=local.group if local else None,
-        generation=local.generation if local else None,
-        owner=info.owner if info else None,
+        groups=tuple(GroupOf(info.name, info.generation, info.owner) for info in infos()),
         agent=process_agent().identity,
         autograd_id=torch_internals.autograd_id(),
     )
@@ -137,17 +148,14 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
     ``group``: a packed GroupInfo.
     """
     info: GroupInfo = unpacked(group)
-    settings = settings_of(spec, info)
     with _changing:
         addresses: dict[str, Any] = {}
-        if is_client(spec.member.rank):
-            local = _start_client(spec, info)
-            open_lanes(spec, settings, local, addresses)
-            return Prepared(AgentIdentity(spec.member.rpc_name, spec.member.worker_id), addresses, {}, os.getpid())
-        local = _start(instance, spec, info, settings.agent)
-        open_lanes(spec, settings, local, addresses)
+        preparing = _start(instance, spec, info)
+        local = preparing.local
+        _open_lanes(preparing, settings_of(spec, info), addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-        agent = process_agent().identity or AgentIdentity(local.me.rpc_name, local.me.worker_id)
+        agent = None if preparing.no_agent else process_agent().identity
+        agent = agent or AgentIdentity(local.me.rpc_name, local.me.worker_id)
         return Prepared(agent, addresses, retries, os.getpid())
 
 
@@ -156,11 +164,8 @@ def _worker_of_rank(rank: int) -> str | None:
 
     Raises ConfigurationError if the number is another member's worker id.
     """
-    if (local := current_local()) is None:
-        return None
-    try:
-        member = local.peers.member(rank)
-    except NotAMember:
+    local = process_member() if current.members else None
+    if local is None or (member := local.peers.known(rank)) is None:
         return None
     if member.worker_id == rank:
         return member.rpc_name
@@ -172,86 +177,91 @@ def _worker_of_rank(rank: int) -> str | None:
     return member.rpc_name
 
 
-def _refuse_given_up(spec: JoinSpec) -> None:
+def _start(instance: Any, spec: JoinSpec, info: GroupInfo) -> Membership:
+    """The membership, without lanes. Ends those that it replaces, and earlier attempts that were not rolled back."""
     if spec.attempt in _given_up or spec.generation in _given_up:
         raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
-
-
-def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
-    """The client, without lanes. It serves no methods, and changes nothing else in this process."""
-    _refuse_given_up(spec)
-    leave_client(spec.generation)  # as one that the supervisor has dropped
+    as_client = is_client(spec.member.rank)
+    for earlier in [*_memberships.values()]:
+        generation, rival = earlier.spec.generation, earlier.has_joined and not earlier.is_client
+        if generation == spec.generation and as_client and rival:
+            raise BootstrapError(f"this process is a member of group {spec.group!r} now")
+        if generation == spec.generation or generation in spec.replaces:
+            if generation != spec.generation:
+                logger.warning("%s leaves group %r, which has ended", earlier.spec.name, earlier.spec.group)
+            _leave(earlier)
+        elif earlier.spec.group == spec.group and not as_client and not earlier.is_client:
+            if rival:
+                raise BootstrapError(f"{spec.name!r} has joined group {spec.group!r} meanwhile")
+            _leave(earlier)
     max_bytes = info.config.max_bytes_in_flight or default_capacity()
-    local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
-    membership = Membership(spec, local, Table(info, {}, 0))
-    local.incoming.on_watch = membership.supervision.begin
-    _clients[spec.generation] = membership
-    return local
-
-
-def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> LocalMember:
-    """The member, without lanes; ends what this process was a part of before."""
-    global _membership
-    _refuse_given_up(spec)
-    if (stale := current_local()) is not None:
-        if stale.generation != spec.replaces:
-            raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
-        if stale.generation != spec.generation:
-            logger.warning("%s leaves group %r, which has ended", stale.me.name, stale.group)
-    _leave(lambda _: True)  # also an earlier attempt that was not rolled back
-    process_agent().prepare(agent, renew=spec.renew_agent)
-    identity = process_agent().identity
-    if identity is None:
-        raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
+    if as_client:  # it serves no methods, and changes nothing else in this process
+        local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
+        made = _memberships[spec.generation] = Membership(spec, local, Table(info, {}, 0))
+        local.incoming.on_watch = made.supervision.begin
+        return made
+    me, no_agent = spec.member, ""
+    try:
+        process_agent().prepare(settings_of(spec, info).agent, spec.generation, renew=spec.renew_agent)
+        identity = process_agent().identity
+        if identity is None:
+            raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
+        me = replace(me, rpc_name=identity.name, worker_id=identity.worker_id)
+    except LaneUnavailable as error:
+        no_agent = error.reason
+        logger.warning("%s has no torchrpc in group %r, nor RRefs: %s", spec.name, spec.group, no_agent)
     torch_internals.find_workers_by(_worker_of_rank)
     torch_internals.wait_for_rrefs_inside(allow_calls)
-    me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
-    config = info.config
-    max_bytes = config.max_bytes_in_flight or default_capacity()
     methods = methods_of(instance)
     if ray_internals.runs_tasks():
         take_turns()
         note_modes(instance)
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
-    local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
-    process_guard().vouch = partial(vouched, local, {})
-    _membership = Membership(spec, local, Table(info, {}, 0))  # from here on ``leave`` undoes it
-    if config.switch_interval_s is not None:
-        local.outgoing.interval = local.incoming.interval = SwitchInterval(config.switch_interval_s, local.deadlines)
+    local = LocalMember(spec.group, spec.generation, me, info.config, instance, methods, max_bytes, services)
+    vouch = partial(vouched, local, {})
+    made = Membership(spec, local, Table(info, {}, 0), vouch=vouch, no_agent=no_agent)
+    _memberships[spec.generation] = made  # from here on ``leave`` undoes it
+    process_guard().start(vouch)
+    if info.config.switch_interval_s is not None:
+        local.outgoing.interval = local.incoming.interval = SwitchInterval(
+            info.config.switch_interval_s, local.deadlines
+        )
         local.at_end.append(local.incoming.interval.end)
-    return local
+    return made
 
 
 def commit(instance: Any, peers: bytes) -> None:
     """Connect to the peers, check that they answer, then become a member. Raises BootstrapError naming those that do
-    not. ``peers``: a packed Listening.
+    not. A client connects to a member when it first calls it. ``peers``: a packed Listening.
     """
     listening: Listening = unpacked(peers)
-    preparing = _membership
-    if preparing is None or preparing.spec.generation != listening.generation or preparing is _joined():
+    preparing = _memberships.get(listening.generation)
+    if preparing is None or (preparing.has_joined and not preparing.is_client):
         raise BootstrapError(f"group {listening.group!r} was rolled back while it formed")
+    if preparing.is_client:
+        with _changing:
+            _meet(preparing, listening)
+            preparing.has_joined = True
+        return
     local, info = preparing.local, _meet(preparing, listening)
     local.peers.add_peer(preparing.route(local.me))
     _reach_all(preparing, listening)
     with _changing:
-        if _membership is not preparing:
+        if _memberships.get(listening.generation) is not preparing:
             raise BootstrapError(f"group {info.name!r} was rolled back while it formed")
+        preparing.has_joined = True
         if (period_s := info.config.metrics_period_s) != 0 and ray.is_initialized():
             read, fine = partial(reading, local, peers=False), period_s is not None
             Exporter(local.group, local.me.name, read, fine).start(local, TOTALS_S if period_s is None else period_s)
         if info.config.joinable_by != "nobody":
-            Parent(local, preparing.spec.credentials.secret).start()
-        set_local(local)
+            parent().serve(local, preparing.spec.credentials.secret)
+        _announce()
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
-def commit_client(instance: Any, peers: bytes) -> None:
-    """As ``commit``, of a client: it connects to a member when it first calls it."""
-    listening: Listening = unpacked(peers)
-    with _changing:
-        if (preparing := _clients.get(listening.generation)) is None:
-            raise BootstrapError(f"group {listening.group!r} has ended while this process joined it")
-        _meet(preparing, listening)
+def _announce() -> None:
+    """Have calls find the groups that this process is a member of."""
+    set_locals(*(each.local for each in _memberships.values() if each.has_joined and not each.is_client))
 
 
 def _meet(preparing: Membership, listening: Listening) -> GroupInfo:
@@ -346,77 +356,76 @@ def whom_to_ping(me: Member, info: GroupInfo, left_out: Set[str]) -> tuple[list[
 
 
 def leave(instance: Any, generation: str, for_good: bool = False) -> None:
-    """Leave that generation of a group, formed or forming. Idempotent.
+    """Leave that generation of a group, formed or forming, as a member or a client. Idempotent.
 
     ``for_good``: the generation has ended; a ``prepare`` for it that arrives later is refused.
     """
     if for_good:
         _given_up.append(generation)
-    leave_client(generation)
     with _changing:
-        _leave(lambda spec: spec.generation == generation)
+        if (membership := _memberships.get(generation)) is not None:
+            _leave(membership)
 
 
 def give_up(instance: Any, attempt: str) -> None:
     """Roll back an attempt to join; a ``prepare`` for it that arrives later is refused. Idempotent."""
     with _changing:
         _given_up.append(attempt)
-        _leave(lambda spec: spec.attempt == attempt)
-        attempts = {membership.spec.attempt: generation for generation, membership in _clients.items()}
-    if attempt in attempts:
-        leave_client(attempts[attempt])
+        for membership in [each for each in _memberships.values() if each.spec.attempt == attempt]:
+            _leave(membership)
 
 
-def _leave(meant: Callable[[JoinSpec], bool]) -> None:
-    global _membership
-    if (membership := _membership) is None or not meant(membership.spec):
-        return
-    if _joined() is membership:
-        set_local(None)
-    process_agent().rest()
+def _leave(leaving: Membership) -> None:
+    local = leaving.local
     try:
-        membership.local.leave()
+        if leaving.has_joined and not leaving.is_client:
+            leaving.has_joined = False
+            _announce()
+        process_agent().rest(leaving.spec.generation)
+        if leaving.vouch is not None:
+            process_guard().stop(leaving.vouch)
+        local.leave()
     except BaseException:  # Ctrl-C, in a process that has joined by itself: finish leaving first
-        membership.local.leave()
+        local.leave()
         raise
     finally:
-        _membership = None
+        for generation in [each for each, membership in _memberships.items() if membership is leaving]:
+            del _memberships[generation]
 
 
 def client(generation: str) -> Membership | None:
     """This process as a client of that group."""
-    return _clients.get(generation)
+    membership = _memberships.get(generation)
+    return membership if membership is not None and membership.is_client else None
 
 
-def forget_client(generation: str) -> Membership | None:
+def forget(generation: str) -> Membership | None:
     """In a forked child: drop what the parent is, without ending it. Returns that, for the caller to keep or not."""
-    return _clients.pop(generation, None)
+    return _memberships.pop(generation, None)
 
 
-def leave_client(generation: str) -> None:
-    """Stop being a client of that group. Idempotent, never raises."""
-    with _changing:
-        membership = _clients.pop(generation, None)
-    if membership is not None:
-        membership.local.leave()
+def joined(generation: str) -> Membership | None:
+    """This process as a member of that group, since it has joined."""
+    membership = _memberships.get(generation)
+    is_member = membership is not None and current.members.get(generation) is membership.local
+    return membership if is_member else None
 
 
-def _joined() -> Membership | None:
-    """The membership of this process, once it has joined."""
-    membership = _membership
-    return membership if membership is not None and current_local() is membership.local else None
-
-
-def own_consent() -> bytes:
+def own_consent(generation: str) -> bytes:
     """Shows the supervisor that a request is a member's: this process's."""
-    if (joined := _joined()) is None:
+    if (membership := joined(generation)) is None:
         raise NotAMember("this process has left its group")
-    return consent(joined.spec.credentials.secret, joined.spec.generation)
+    return consent(membership.spec.credentials.secret, generation)
 
 
-def group_info() -> GroupInfo | None:
-    """The group that this process is a member of, or None."""
-    return None if (joined := _joined()) is None else joined.table.info
+def infos() -> list[GroupInfo]:
+    """The groups that this process is a member of."""
+    return [membership.table.info for each in current.members if (membership := joined(each)) is not None]
+
+
+def group_info(group: str) -> GroupInfo | None:
+    """The one of that name or generation, or None."""
+    return next((info for info in infos() if group in (info.name, info.generation)), None)
 
 
 # --- what this process brings into a group ----------------------------------------------------------------------------
@@ -466,11 +475,12 @@ def settings_of(spec: JoinSpec, info: GroupInfo) -> Settings:
     return Settings(agent_spec, maps, tcp_host, by_tcp, tuple(dict.fromkeys(lanes)))
 
 
-def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses: dict[str, Any]) -> None:
+def _open_lanes(opening: Membership, settings: Settings, addresses: dict[str, Any]) -> None:
     """Open the lanes of ``settings`` that this member has not open yet. ``addresses``: gets that of each as it opens.
 
     Raises LaneUnavailable if a message lane cannot open. A tensor lane that cannot is left out with a warning.
     """
+    spec, local = opening.spec, opening.local
     setup = LaneSetup(
         member=spec.name,
         credentials=spec.credentials,
@@ -483,6 +493,7 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses
         device_maps=settings.device_maps,
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
+    opened |= {registry.TORCHRPC} if opening.no_agent else set()
     missing = [registry.lane(name) for name in settings.lanes if name not in opened]
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
         lane = setup.make(row)
@@ -519,21 +530,21 @@ def preload() -> None:
 def follow(local: LocalMember, delta: Delta) -> Answer:
     """Apply what has changed in the group, unless that has been done. After an error it can be applied again."""
     with _changing:
-        joined = _clients.get(local.generation) if is_client(local.me.rank) else _joined()
-        if joined is None or local is not joined.local:
+        following = _memberships.get(local.generation)
+        if following is None or local is not following.local or not (following.has_joined or following.is_client):
             raise NotAMember(f"{local.me.name!r} has left the group")
-        if (difference := joined.table.difference(delta, local.me.rank)) is not None:
+        if (difference := following.table.difference(delta, local.me.rank)) is not None:
             if delta.reconnects:
                 for peer in difference.coming:
                     process_agent().distrust(peer.member.rpc_name)
-            _apply(joined, difference, delta.version)
-            joined.table.version = delta.version
-        own = joined.table.peers[local.me.name] if joined.changed > delta.base else None
-        return Answer(joined.table.version, own)
+            _apply(following, difference, delta.version)
+            following.table.version = delta.version
+        own = following.table.peers[local.me.name] if following.changed > delta.base else None
+        return Answer(following.table.version, own)
 
 
-def _apply(joined: Membership, difference: Difference, version: int) -> None:
-    local, table = joined.local, joined.table
+def _apply(following: Membership, difference: Difference, version: int) -> None:
+    local, table = following.local, following.table
     for member, absence in difference.gone:
         if absence is None:
             local.peers.remove_peer(member.rank)
@@ -543,7 +554,7 @@ def _apply(joined: Membership, difference: Difference, version: int) -> None:
     known = {peer.member.rank: table.members.get(peer.member.rank) for peer in difference.coming}
     table.update(difference)
     if not table.has_settled:
-        _settle(joined, version)
+        _settle(following, version)
     states, away = {state.rank: state.absence for state in difference.states}, local.peers.away()
     for peer in difference.coming:
         rank, name = peer.member.rank, peer.member.name
@@ -553,9 +564,11 @@ def _apply(joined: Membership, difference: Difference, version: int) -> None:
         if (before := known[rank]) is not None:
             process_agent().distrust(before.rpc_name)
         _part(local, name, "it left and came back")
-    add_peers(joined, [peer.member for peer in difference.coming])
+    add_peers(following, [peer.member for peer in difference.coming])
     add_peers(
-        joined, [peer.member for peer, _ in difference.moved], {peer.member.name: new for peer, new in difference.moved}
+        following,
+        [peer.member for peer, _ in difference.moved],
+        {peer.member.name: new for peer, new in difference.moved},
     )
     for rank, absence in states.items():
         if absence is None:
@@ -571,15 +584,15 @@ def _lose(local: LocalMember, member: Member, absence: Absence) -> None:
     _part(local, member.name, absence.cause)
 
 
-def _settle(joined: Membership, version: int) -> None:
+def _settle(following: Membership, version: int) -> None:
     """Open the lanes that the present members need, and listen for them. Raises LaneUnavailable."""
-    local, table, spec = joined.local, joined.table, joined.spec
+    local, table, spec = following.local, following.table, following.spec
     settings = settings_of(spec, table.info)
-    if not joined.is_client:
-        process_agent().admit(settings.agent.admitted)
+    if not following.no_agent and not following.is_client:
+        process_agent().admit(settings.agent.admitted, spec.generation)
     addresses: dict[str, Any] = {}
     try:
-        open_lanes(spec, settings, local, addresses)
+        _open_lanes(following, settings, addresses)
         for lane in _lanes_of(local):
             changed = lane.reach(settings.tcp_host, settings.by_tcp)
             if changed is not None:
@@ -588,7 +601,7 @@ def _settle(joined: Membership, version: int) -> None:
         if addresses:
             own = table.peers[spec.name]
             table.peers[spec.name] = own._replace(addresses={**own.addresses, **addresses})
-            joined.changed = version
+            following.changed = version
     table.has_settled = True
 
 

@@ -22,9 +22,9 @@ import ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol, rejoin
 from raytorchrpc.calls.clients import member_of
-from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.member import LocalMember, current, memberships
 from raytorchrpc.calls.peers import Member, by_key, find
-from raytorchrpc.calls.server.exposed import methods_of, serve
+from raytorchrpc.calls.server.exposed import methods_of, serve, serve_no_more
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
@@ -53,24 +53,31 @@ _entering = Turn()
 # --- it joins, and leaves --------------------------------------------------------------------------------------------
 
 
-def enter(group: str | None, name: str | None, instance: Any, timeout_s: float) -> None:
-    """Make this process a member. Blocks; raises NotAMember, ConfigurationError, BootstrapError."""
+def enter(group: str | None, name: str | None, instance: Any, timeout_s: float) -> str:
+    """Make this process a member; returns the group's generation. Blocks; raises NotAMember, ConfigurationError,
+    BootstrapError.
+    """
     deadline = time.monotonic() + timeout_s
     if not _entering.once("join").acquire(timeout=timeout_s):
         raise BootstrapError(f"another thread of this process has been joining a group for {timeout_s:g} s")
     try:
-        if (local := current_local()) is not None:
-            raise BootstrapError(f"this process is in group {local.group!r} already")
-        _enter(group, name, instance, deadline)
+        return _enter(group, name, instance, deadline)
     finally:
         _entering.release()
 
 
-def _enter(group: str | None, name: str | None, instance: Any, deadline: float) -> None:
+def _enter(group: str | None, name: str | None, instance: Any, deadline: float) -> str:
+    if group is not None and memberships(group):
+        raise BootstrapError(f"this process is in group {group!r} already")
     actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
-    if actor_id is not None and rejoin.runs_init(actor_id):
-        raise NotAMember("an actor can join a group only when its __init__ has ended")
     here = ray_internals.actor_instance() if instance is None else instance
+    if instance is None and actor_id is not None and rejoin.runs_init(actor_id):
+        if methods := ", ".join(methods_of(here)):
+            raise NotAMember(
+                f"an actor joins a group only when its __init__ has ended, as members may call its methods "
+                f"({methods}): join after that, or name an object whose methods they call instead: join(instance=...)"
+            )
+        here = None
     if not ray_internals.actor_is_async():
         for method, note in methods_of(here).items():
             if note.is_coroutine:
@@ -80,10 +87,13 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
                 )
     ticket = tickets.find_ticket(group, deadline)
     record, attempt = ticket.record, uuid.uuid4().hex[:12]
+    generation = record.credentials.generation
+    if generation in current.members:
+        raise BootstrapError(f"this process is in group {record.credentials.group!r} already")
     join.preload()  # before the supervisor waits for this process
     try:
         tickets.use(ticket)
-        serve(here)
+        serve(here, generation)
         if instance is not None:
             thread_modes.note()
         with contextlib.closing(connections_for(record, "a process that joins", lambda: here)) as connections:
@@ -96,12 +106,12 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
                 max(0.001, deadline - time.monotonic()),
             )
             _ask(connections, record, request, deadline)
-        local = current_local()
-        if local is None or local.generation != record.credentials.generation:
+        if generation not in current.members:
             raise BootstrapError(f"group {record.credentials.group!r} has ended while this process joined it")
+        return generation
     except BaseException:
         join.give_up(None, attempt)  # the supervisor's next step, if it comes, is refused
-        _forget()
+        _forget(generation)
         raise
 
 
@@ -122,25 +132,25 @@ def become_client(admit: Callable[[JoinRequest], object], generation: str, until
             raise
 
 
-def leave() -> None:
-    """Leave the group that this process has joined by itself. Blocks until the group knows."""
-    local, ticket = current_local(), tickets.own()
-    if local is None or ticket is None or not tickets.has_joined(local.generation):
+def leave(generation: str) -> None:
+    """Leave a group that this process has joined by itself. Blocks until the group knows."""
+    local, ticket = current.members.get(generation), tickets.own(generation)
+    if local is None or ticket is None:
         return
     try:
         with contextlib.closing(connections_for(ticket.record, "a process that leaves")) as connections:
-            request = LeaveRequest(local.me.name, local.me.incarnation, join.own_consent())
+            request = LeaveRequest(local.me.name, local.me.incarnation, join.own_consent(generation))
             _ask(connections, ticket.record, request, time.monotonic() + _LEAVE_S)
     except RayTorchRpcError as error:
         logger.info("the group of %s is not told that it leaves: %s", local.me.name, error)
     finally:
-        join.leave(None, local.generation)
-        _forget()
+        join.leave(None, generation)
+        _forget(generation)
 
 
-def _forget() -> None:
-    tickets.use(None)
-    serve(None)
+def _forget(generation: str) -> None:
+    tickets.drop(generation)
+    serve_no_more(generation)
 
 
 def _ask(connections: ControlConnections, record: Record, request: JoinRequest | LeaveRequest, deadline: float) -> None:
@@ -194,7 +204,7 @@ class Client:
 
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware."""
-        join.forget_client(self._generation)
+        join.forget(self._generation)
         fork.forked_from(f"a client of group {self._host.last_info.name!r}")
         return ()
 
@@ -202,6 +212,10 @@ class Client:
     def lasts(self) -> bool:
         """See ``calls.clients.Client``, also for the other methods."""
         return self._session_lasts()
+
+    @property
+    def group(self) -> str:
+        return self._host.last_info.name
 
     @property
     def timeout_s(self) -> float:
@@ -214,7 +228,7 @@ class Client:
         if known is None or known[0] is not info:
             known = self._known = info, by_key(info.members)
         with contextlib.suppress(NotAMember):
-            return find(target, known[1], str)
+            return find(target, known[1])
         return None
 
     def current(self) -> LocalMember | None:
@@ -293,4 +307,5 @@ class Client:
             del self._watches[name]
 
     def close(self) -> None:
-        join.leave_client(self._generation)
+        if join.client(self._generation) is not None:
+            join.leave(None, self._generation)

@@ -18,18 +18,23 @@ from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology.endpoint import Endpoint
 
 
+class GroupOf(NamedTuple):
+    """A group that a process is a member of."""
+
+    name: str
+    generation: str
+    owner: Owner
+    """The process that formed it."""
+
+
 class Probe(NamedTuple):
     """What a process reports before routes are planned."""
 
     endpoint: Endpoint
     node_id: str
     pid: int
-    group: str | None
-    """The group that it is a member of."""
-    generation: str | None
-    """Of that group."""
-    owner: Owner | None
-    """The process that formed that group."""
+    groups: tuple[GroupOf, ...]
+    """Those that it is a member of; once it may be admitted, those that it leaves before."""
     agent: AgentIdentity | None
     autograd_id: int | None
 
@@ -42,8 +47,8 @@ class JoinSpec(NamedTuple):
     """What its connections authenticate with."""
     attempt: str
     """Identifies this attempt to join, which may be rolled back."""
-    replaces: str | None
-    """The generation of a group whose owner has ended: the member leaves it first."""
+    replaces: tuple[str, ...]
+    """The generations of groups whose owners have ended: the member leaves them first."""
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: start a new agent."""
     supervised_by_tcp: bool

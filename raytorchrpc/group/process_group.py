@@ -444,7 +444,7 @@ def collectives_of(local: LocalMember) -> Collectives:
 
 
 @takes_timeout
-def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
+def process_group(*, timeout: float = 0.0, group: str | None = None) -> dist.ProcessGroup:
     """This member's torch.distributed process group, created by ``Group.process_group``.
 
     It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
@@ -459,18 +459,18 @@ def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
         >>> def train(self):  # in each member, after Group.process_group("gloo")
         ...     torch.distributed.all_reduce(self.gradient, group=rtr.process_group())
     """
-    return collectives_of(process_member()).get(checked_timeout(timeout))[0]
+    return collectives_of(process_member(group=group)).get(checked_timeout(timeout))[0]
 
 
 @takes_timeout
-def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
+def process_group_info(*, timeout: float = 0.0, group: str | None = None) -> ProcessGroupInfo:
     """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``.
 
     Examples:
         >>> def rank(self):
         ...     return rtr.process_group_info().ranks[rtr.current_member().name]
     """
-    return collectives_of(process_member()).get(checked_timeout(timeout))[1]
+    return collectives_of(process_member(group=group)).get(checked_timeout(timeout))[1]
 
 
 # --- the supervisor calls these two, on a thread of the member's own -------------------------------------------------

@@ -1,4 +1,4 @@
-"""A restarted actor's process listens for its group: the supervisor connects, and has it join.
+"""A restarted actor's process listens for its groups: each one's supervisor connects, and has it join.
 
 On threads of its own, without an actor task: Ray could not start one while it runs an interrupted method again that
 waits for the group. Ray's key-value store holds only what it takes to find each other, and a secret for these
@@ -7,6 +7,7 @@ connections; the group's own secret comes over them.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import time
@@ -81,14 +82,16 @@ def records() -> dict[str, Record]:
     return by_generation
 
 
-def find_record(actor_id: str) -> Record | None:
-    """The record of the group that this actor may rejoin, if there is one."""
-    return next((record for record in records().values() if actor_id in record.actors and lasts(record.owner)), None)
+def records_of(actor_id: str) -> dict[str, Record]:
+    """The records of the groups that this actor may rejoin, by generation."""
+    listed = records().items()
+    return {each: record for each, record in listed if actor_id in record.actors and lasts(record.owner)}
 
 
 class Process(NamedTuple):
-    """One process of an actor."""
+    """One process of an actor, as it listens for one group."""
 
+    generation: str
     actor_id: str
     pid: int
     node_id: str
@@ -104,7 +107,7 @@ class Process(NamedTuple):
 
     @property
     def _key(self) -> str:
-        return f"{_ADDRESSES}{self.actor_id}/{self.pid}@{self.node_id}"
+        return f"{_ADDRESSES}{self.actor_id}/{self.pid}@{self.node_id}/{self.generation}"
 
 
 def begin(instance: Any = None) -> None:
@@ -113,27 +116,55 @@ def begin(instance: Any = None) -> None:
     Runs when the package is imported, which a class with methods for direct calls does before the actor's ``__init__``;
     and through Ray (with the instance), if the process does not listen.
     """
-    rejoin.begin(_serve_group)
+    rejoin.begin(_serve_groups)
 
 
-def finish(instance: Any) -> None:
+def finish(instance: Any, generation: str) -> None:
     """Requested by the group, when it needs to reach this process by other ways only."""
-    rejoin.finish()
+    rejoin.finish(generation)
 
 
-def _serve_group(this: Rejoin) -> None:
-    record = find_record(this.actor_id)
-    if record is None or this.local is not None:  # it has joined by another way just now
-        return
-    this.expect(record.credentials.group, record.config.rpc_timeout_s)
-    process = Process(this.actor_id, os.getpid(), ray.get_runtime_context().get_node_id())
-    connections = connections_for(record, "a restarted actor", ray_internals.actor_instance)
+def _serve_groups(this: Rejoin) -> None:
+    """Listen for each of the groups, until it has this process back and needs it here no more, or will not return."""
+    pid, node_id, doors = os.getpid(), ray.get_runtime_context().get_node_id(), dict[str, _Door]()
     try:
-        process.post(connections.address)
-        _wait(this, record.credentials.generation)
+        while True:
+            known = records_of(this.actor_id) if this.pending or not this.groups else {}
+            lasting = known.keys() | this.members.keys()
+            names = {each: (one.credentials.group, one.config.rpc_timeout_s) for each, one in known.items()}
+            this.expect({**{each: about for each, about in this.groups.items() if each in lasting}, **names})
+            for generation, record in known.items():
+                if generation not in doors.keys() | this.members.keys() | this.finished:
+                    doors[generation] = _Door(Process(generation, this.actor_id, pid, node_id), record)
+            for generation in [each for each, door in doors.items() if door.is_over(this, each in lasting)]:
+                doors.pop(generation).close()
+            if not doors:
+                return
+            this.news.wait(_CHECK_S)
+            this.news.clear()
     finally:
-        process.post(None)
-        connections.close()
+        for door in doors.values():
+            door.close()
+
+
+class _Door:
+    """Where this process listens for one group."""
+
+    def __init__(self, process: Process, record: Record) -> None:
+        self._process, self._until = process, math.inf
+        self._connections = connections_for(record, "a restarted actor", ray_internals.actor_instance)
+        self._process.post(self._connections.address)
+
+    def is_over(self, this: Rejoin, lasts: bool) -> bool:
+        """``lasts``: the group may still take the process back, or has done so."""
+        generation, now = self._process.generation, time.monotonic()
+        self._until = min(self._until, now + _CLOSE_S) if generation in this.members else math.inf
+        return generation in this.finished or not lasts or now > self._until
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._process.post(None)
+        self._connections.close()
 
 
 def connections_for(record: Record, name: str, instance: Callable[[], Any] | None = None) -> ControlConnections:
@@ -150,22 +181,3 @@ def connections_for(record: Record, name: str, instance: Callable[[], Any] | Non
     if record.door is not None:
         connections.set_address(SUPERVISOR, "", record.door, is_far)
     return connections
-
-
-def _wait(this: Rejoin, generation: str) -> None:
-    """Block until the group has this process back and needs it here no more, or it will not return."""
-    until = None
-    while not this.finished:
-        local = this.local
-        if local is None:
-            record, until = find_record(this.actor_id), None
-            if record is None or record.credentials.generation != generation:
-                return
-        elif local.generation != generation:  # another group took it in through Ray
-            return
-        else:
-            until = until or time.monotonic() + _CLOSE_S
-            if time.monotonic() > until:
-                return
-        this.news.wait(_CHECK_S)
-        this.news.clear()

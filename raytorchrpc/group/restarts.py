@@ -112,7 +112,7 @@ class RestartedActors:
         It is asked to listen, through Ray, in case that it has not imported this package. It may be suspended, or run a
         method that holds the interpreter lock, and the supervisor would wait for it.
         """
-        process = Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
+        process = Process(self._credentials.generation, ray_internals.actor_id_of(handle), there.pid, there.node_id)
         actor = self._known.get(process.actor_id)
         if actor is None or actor.process != process:
             if actor is not None:
@@ -173,7 +173,7 @@ class RestartedActors:
         """These are members now: their processes need not be reached here any more."""
         for key in map(_key_of, handles.values()):
             if self._known.pop(key, None) is not None:
-                self._connections.send(key, restarted.finish)
+                self._connections.send(key, restarted.finish, self._credentials.generation)
             self.forget(key)
 
     def call_all(

@@ -107,6 +107,7 @@ class Roster:
                 rpc_name=_rpc_name(actor_id, probe),
                 worker_id=ids[name],
                 incarnation=max(before.incarnation if before else -1, self.tried.get(ranks[name], -1)) + 1,
+                group=self.name,
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
         highest = max(highest, *ids.values())
@@ -125,7 +126,9 @@ class Roster:
 
     def as_seen_by(self, name: str, client: JoinedProcess, probe: Probe, rank: int) -> Roster:
         """The group as this client has it: with itself as the last member. Raises ConfigurationError."""
-        member = Member(rank, name, client.actor_id, probe.node_id, probe.pid, rpc_name="", worker_id=-1)
+        member = Member(
+            rank, name, client.actor_id, probe.node_id, probe.pid, rpc_name="", worker_id=-1, group=self.name
+        )
         return self._planned({**self.records, name: MemberRecord(member, client, probe, False)}, [name])
 
     def with_client(self, name: str, seen: Roster) -> Roster:
@@ -219,7 +222,7 @@ class Roster:
             member=me,
             credentials=replace(self.credentials, rank=me.rank, incarnation=me.incarnation),
             attempt=attempt,
-            replaces=record.probe.generation,
+            replaces=tuple(group.generation for group in record.probe.groups),
             renew_agent=record.renew_agent,
             supervised_by_tcp=self.reached_by_tcp(member),
         )

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hmac
 import logging
 import os
 import pickle
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import ray
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import BootstrapError, NotAMember
+from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.here import Place, inherit, place
 from raytorchrpc.group.restarted import Record, lasts, record_of, records
 from raytorchrpc.process import fork, threads
@@ -57,35 +60,45 @@ def consent(secret: bytes, generation: str) -> bytes:
 
 
 class Parent:
-    """Hands tickets to processes that this one has started, directly or not, on a thread of its own."""
+    """Hands tickets of its groups to processes that this one has started, directly or not, on a thread of its own."""
 
-    def __init__(self, local: LocalMember, secret: bytes) -> None:
-        self._local, self._consent = local, consent(secret, local.generation)
+    def __init__(self) -> None:
+        self._members: dict[str, tuple[LocalMember, bytes]] = {}
+        """By generation, with what shows that this member handed a ticket out."""
+        self._listener: socket.socket | None = None
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin; ends when this process leaves its group. If it cannot begin, a warning is logged."""
-        with contextlib.ExitStack() as undo:
-            try:
-                self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                self._listener.bind(_name(os.getpid()))
-                self._listener.listen(64)
-                self._thread = threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
-            except OSError as error:
-                logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
-                return
-            undo.pop_all()
-        self._local.at_end.append(self._stop)
+    def serve(self, local: LocalMember, secret: bytes) -> None:
+        """Hand out tickets of this group too, until this process leaves it. If it cannot, a warning is logged."""
+        self._members[local.generation] = local, consent(secret, local.generation)
+        local.at_end.append(partial(self._stop, local.generation))
+        if self._listener is None:
+            with contextlib.ExitStack() as undo:
+                try:
+                    listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    listener.bind(_name(os.getpid()))
+                    listener.listen(64)
+                    self._thread = threads.start(self._serve, listener, name="raytorchrpc-children")
+                except OSError as error:
+                    logger.warning("%s: its child processes cannot join the group: %s", local.me.name, error)
+                    return
+                undo.pop_all()
+                self._listener = listener
 
-    def _stop(self) -> None:
+    def _stop(self, generation: str) -> None:
+        self._members.pop(generation, None)
+        if self._members or (listener := self._listener) is None or self._thread is None:
+            return
+        self._listener = None
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listener.close()
         self._thread.join(_END_S)  # while it accepts, it holds the name that this process needs in its next group
 
-    def _serve(self) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EBADF):  # it was closed
                     return
@@ -96,22 +109,29 @@ class Parent:
                     sock.settimeout(_TICKET_S)
                     self._hand_over(sock)
                 except Exception as error:
-                    logger.debug("%s did not hand over a ticket: %s", self._local.me.name, error)
+                    logger.debug("this process did not hand over a ticket: %s", error)
 
     def _hand_over(self, sock: socket.socket) -> None:
         pid, uid, _ = _other_end(sock)
-        if uid != os.geteuid() and not self._local.config.across_users:
-            return
         if os.getpid() not in ancestors(pid):
             return
-        # One that has joined by a ticket hands on what came with it: without Ray it cannot look it up.
-        generation = self._local.generation
-        record = _own.record if _own is not None and has_joined(generation) else record_of(generation)
-        if record is None:
-            return
-        # A short message: it fits into the socket's buffer, so a process that does not read holds nobody up.
-        data = pickle.dumps((tuple(record._replace(actors=())), place(), self._local.me.name, self._consent))
-        sock.sendall(_LENGTH.pack(len(data)) + data)
+        handed = []
+        for generation, (local, shown) in self._members.copy().items():
+            if uid != os.geteuid() and not local.config.across_users:
+                continue
+            # One that has joined by a ticket hands on what came with it: without Ray it cannot look it up.
+            own = _own.get(generation)
+            if (record := record_of(generation) if own is None else own.record) is not None:
+                handed.append((tuple(record._replace(actors=())), place(), local.me.name, shown))
+        if handed:  # a short message: it fits into the socket's buffer, so a process that does not read holds nobody up
+            data = pickle.dumps(handed)
+            sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+@functools.cache
+def parent() -> Parent:
+    """That of this process."""
+    return Parent()
 
 
 def _name(pid: int) -> bytes:
@@ -138,40 +158,43 @@ def ancestors(pid: int) -> Iterator[int]:
 
 # --- a process gets a ticket -----------------------------------------------------------------------------------------
 
-_own: Ticket | None = None
-"""By which this process has joined, or joins."""
+_own: dict[str, Ticket] = {}
+"""By which this process has joined, or joins, by generation."""
 
 
-def own() -> Ticket | None:
-    """The ticket by which this process has joined."""
-    return _own
+def own(generation: str) -> Ticket | None:
+    """The ticket by which this process has joined that group by itself; None if it has not."""
+    return _own.get(generation)
 
 
-def has_joined(generation: str) -> bool:
-    """Whether this process has joined that group by itself."""
-    return _own is not None and _own.record.credentials.generation == generation
+def use(ticket: Ticket) -> None:
+    """This process joins by that ticket."""
+    _own[ticket.record.credentials.generation] = ticket
+    inherit(ticket.place)
 
 
-def use(ticket: Ticket | None) -> None:
-    """This process joins by that ticket; None: it has left."""
-    global _own
-    _own = ticket
-    if ticket is not None:
-        inherit(ticket.place)
+def drop(generation: str) -> None:
+    """This process has left that group. Idempotent."""
+    _own.pop(generation, None)
 
 
 def find_ticket(group: str | None, deadline: float) -> Ticket:
     """A ticket for the group of that name; None: for the group of the nearest ancestor.
 
-    Raises NotAMember, and BootstrapError if an ancestor is a member and does not answer.
+    Raises NotAMember, ConfigurationError if that ancestor is in several, and BootstrapError if an ancestor is a member
+    and does not answer.
     """
     known: dict[str, str] = {}
     for pid in ancestors(os.getpid()):
-        if (ticket := _ticket_from(pid, deadline)) is not None:
-            group_name = ticket.record.credentials.group
-            if group in (None, group_name):
-                return ticket
-            known[group_name] = "a process that started this one is a member"
+        handed = {ticket.record.credentials.group: ticket for ticket in _tickets_from(pid, deadline)}
+        if group in handed:
+            return handed[group]
+        if group is None and len(handed) > 1:
+            names = ", ".join(map(repr, handed))
+            raise ConfigurationError(f"process {pid}, which started this one, is in groups {names}: name one to join")
+        if group is None and handed:
+            return handed.popitem()[1]
+        known.update(dict.fromkeys(handed, "a process that started this one is a member"))
     matching: list[Record] = []
     for record in records().values() if ray.is_initialized() else ():
         group_name = record.credentials.group
@@ -196,8 +219,8 @@ def find_ticket(group: str | None, deadline: float) -> Ticket:
     )
 
 
-def _ticket_from(pid: int, deadline: float) -> Ticket | None:
-    """Of that process; None if it gives none. Raises BootstrapError if it does not answer."""
+def _tickets_from(pid: int, deadline: float) -> list[Ticket]:
+    """Of that process, by the groups that it is a member of. Raises BootstrapError if it does not answer."""
     patience_s = max(0.001, min(_TICKET_S, deadline - time.monotonic()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         # In place of a timeout, with which connecting fails at once while many others do.
@@ -208,7 +231,7 @@ def _ticket_from(pid: int, deadline: float) -> Ticket | None:
             sock.connect(_name(pid))
             other, uid, _ = _other_end(sock)
             if other != pid or uid not in (os.geteuid(), 0):  # a user with less rights could have this one run code
-                return None
+                return []
             sock.settimeout(patience_s)
             data = _read(sock, _LENGTH.unpack(_read(sock, _LENGTH.size))[0])
         except (TimeoutError, BlockingIOError) as error:
@@ -217,9 +240,8 @@ def _ticket_from(pid: int, deadline: float) -> Ticket | None:
                 f"it is suspended, or waits for Ray's control store"
             ) from error
         except (OSError, EOFError):
-            return None
-    record, *rest = pickle.loads(data)
-    return Ticket(Record(*record), *rest)
+            return []
+    return [Ticket(Record(*record), *rest) for record, *rest in pickle.loads(data)]
 
 
 def _read(sock: socket.socket, size: int) -> bytes:

@@ -19,6 +19,7 @@ from raytorchrpc.calls.protocol import ControlHeader
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.process import tcp
 from raytorchrpc.process.fan_out import Outcome, Requests
 from raytorchrpc.process.guard import Connection, made_here
@@ -101,7 +102,7 @@ def _guesses(
 
 def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[tuple[PeerRoute, list[Connection]]]:
     """The members on the hosts that the connections come from; all of them about a host where none listens."""
-    hosts = next(lane for lane in local.lanes if lane.name == registry.TORCHRPC).hosts  # type: ignore[attr-defined]
+    hosts: Mapping[str, str] = next((lane.hosts for lane in local.lanes if isinstance(lane, TorchRpcLane)), {})
     known = set(hosts.values())
     for member in local.peers.members:
         if member.rank != local.me.rank:

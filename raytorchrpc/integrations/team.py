@@ -13,11 +13,18 @@ from ray.actor import ActorHandle
 import raytorchrpc as rtr
 
 
+def _name_in(group: rtr.Group | None, actor: ActorHandle[Any]) -> str | None:
+    """The name of an actor that is a member of the group."""
+    with suppress(rtr.NotAMember):
+        return None if group is None else group.member(actor).name
+    return None
+
+
 class Team:
     """The group of some name in this process: formed when it is needed first, or the one that the program has formed.
 
     Several holders may need the same actors, or others. An actor is a member as long as one of them needs it, under one
-    name. Thread-safe.
+    name; one that the program has made a member stays, under its own. Thread-safe.
     """
 
     def __init__(self, group: str, *, include_driver: bool = False) -> None:
@@ -43,6 +50,8 @@ class Team:
             group = self._existing()
             there = set() if group is None else {member.name for member in group.members}
             names = {handle: name for handle, name in self._names.items() if name in there}
+            wanted = [handle for handles in actors.values() for handle in handles]
+            names |= {handle: name for handle in wanted if (name := _name_in(group, handle))}
             taken, arriving = {*there, *self._names.values()}, dict[str, ActorHandle[Any]]()
             for role, handles in actors.items():
                 for handle in handles:
@@ -58,7 +67,8 @@ class Team:
                 self._is_own = True
             elif arriving:
                 group.add(arriving, timeout=timeout)
-            self._held[holder], self._names = [handle for handles in actors.values() for handle in handles], names
+            self._held[holder] = wanted
+            self._names = {handle: name for handle, name in names.items() if handle in self._names or name in arriving}
             self._dismiss(group)
             return [names[handle] for handle in self._held[holder]]
 

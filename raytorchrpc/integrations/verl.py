@@ -3,9 +3,9 @@
     actor_rollout_ref.rollout.checkpoint_engine.backend=raytorchrpc
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=raytorchrpc.integrations.verl
 
-Trainers and rollout workers become members of a group. verl makes each tensor whole in every trainer, one after the
-other. They publish them in parts, of which each trainer copies its share, so no process needs memory for the model.
-Rollout workers pull a part from all trainers at once, while the next one is made.
+Trainers and rollout workers become members of a group, beside the groups that they are in. verl makes each tensor whole
+in every trainer, one after the other. They publish them in parts, of which each trainer copies its share, so no process
+needs memory for the model. Rollout workers pull a part from all trainers at once, while the next one is made.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
     def _store(self, part: int) -> rtr.WeightStore:
         if part == len(self._stores):
-            self._stores.append(rtr.WeightStore(f"verl/{part}", publishers=self._publishers))
+            group = self._place[0].partition(" ")[0] if self._place is not None else None
+            self._stores.append(rtr.WeightStore(f"verl/{part}", publishers=self._publishers, group=group))
         return self._stores[part]
 
     # --- in a trainer --------------------------------------------------------------------------------------------

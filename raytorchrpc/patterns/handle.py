@@ -13,7 +13,16 @@ from typing import Any, ClassVar, TypeVar
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import LocalMember, current_local, process_member
+from raytorchrpc.calls.member import (
+    LocalMember,
+    awaiting,
+    current,
+    membership,
+    memberships,
+    process_member,
+    reaching,
+    resolved,
+)
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, check_longest_wait, checked_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop, wait_serving
@@ -121,9 +130,9 @@ def begin(
     """Begin an operation: this process as a member or a client, and how many seconds it may wait at the home.
 
     A restarted actor waits here until it is a member of its group again, and a client until it has joined. ``group``:
-    the generation of the group that the home belongs to, if it is known.
+    the name or the generation of the group that the home belongs to, if it is known.
     """
-    if (local := current_local()) is not None:
+    if (local := _local(home, group)) is not None:
         return local, _wait_limit(local, timeout)
     since, asked = time.monotonic(), None if timeout is None else _answer_timeout(checked_timeout(timeout))
     if home is not None and (local := own_groups.joined(home, asked, group)) is not None:
@@ -137,24 +146,43 @@ def begin(
         hint = "queues and the like of a detached group are for any process of the cluster after get_group(name)"
         raise NotAMember(f"{error}; {hint}") from None
     local = yield awaited
+    local = resolved(local, home, group) if home is not None else process_member(group=group)
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
 
 
-def member_name(target: Any, argument: str) -> str:
-    """The name of a member in this process's group, or in those that it formed; without any, a name is taken as it is.
+def _local(home: Any, group: str | None) -> LocalMember | None:
+    """This process as a member of the group with that home (None: any); None if it is not known to be in one."""
+    if (local := current.local) is not None and group in (None, local.generation, local.group):
+        return local
+    if home is None:
+        return membership(group)
+    local = reaching(home, group)
+    if local is None and current.members and not rejoin.pending() and not own_groups.may_have(home, group):
+        return awaiting(home, None, group)
+    return local
+
+
+def _used(generation: str | None, home: Any) -> str | None:
+    """That generation, if this process is in that group, or may join it as a client; else None."""
+    if generation is None or generation in current.members or own_groups.may_have(home, generation):
+        return generation
+    return None
+
+
+def member_name(target: Any, argument: str, group: str | None = None) -> str:
+    """The name of a member in this process's groups, or in those that it formed; without any, a name is taken as it is.
 
     Raises NotAMember, and ConfigurationError naming ``argument``.
     """
-    local = current_local()
-    if local is not None:
+    if (local := _local(target, group)) is not None:
         return local.peers.route(target).member.name
     if isinstance(target, Member):
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    if (name := own_groups.name_of(target)) is not None:
+    if (name := own_groups.name_of(target, group)) is not None:
         return name
-    if (joining := own_groups.join(target)) is None:
+    if (joining := own_groups.join(target, None, group)) is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
     refuse_on_loop("joining a group", f"the name of a member for {argument}=")
     client: LocalMember = joining.result()
@@ -199,48 +227,56 @@ class Handle:
     """
 
     kind: ClassVar[str]
+    _group: str | None
+    """The group's name, if it was given."""
+    _generation: str | None
+    """Of the group, if it is known: this process may use several with a member of that name."""
 
-    def __init__(self, name: str, home: Any, settings: Any) -> None:
-        """Create the object if this process is its home, else when the handle is first used."""
+    def __init__(
+        self, name: str, home: Any, settings: Any, group: str | None = None, generation: str | None = None
+    ) -> None:
+        """Create the object if this process is its home, else when the handle is first used.
+
+        ``generation``: of the group that has the home, if that is known.
+        """
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a {self.kind} needs a name, not {name!r}")
-        local = current_local()
+        where = _used(generation, home) or group
+        local = _local(home, where)
         if local is None and home is None:
             with contextlib.suppress(NotAMember):
-                local = process_member()
+                local = process_member(group=group)
         if local is None and home is None:
             raise ConfigurationError(
                 f"{self.kind} {name!r} needs a home: this process is in no group, so pass home='a member's name'"
             )
-        home = local.me.name if local is not None and home is None else member_name(home, "home")
+        home = local.me.name if local is not None and home is None else member_name(home, "home", where)
         self._set_state(name, home, settings, None)
+        self._group, self._generation = group, generation if local is None else local.generation
         if local is not None and local.me.name == home:
             run(self._bind(local))
 
     def _set_state(self, name: str, home: str, settings: Any, instance_id: int | None) -> None:
         """Set the attributes, in each process anew. ``instance_id`` None: bind when first used."""
         self._name, self._home, self._settings, self._instance_id = name, home, settings, instance_id
-        self._group: str | None = None
-        """The generation of the group of the instance: a client may use several groups with a member of that name."""
+        self._group = self._generation = None
         self._bind_lock = Lock()
 
     @classmethod
-    def find(cls: type[H], name: str, *, timeout: float | None = None) -> H:
+    def find(cls: type[H], name: str, *, timeout: float | None = None, group: str | None = None) -> H:
         """Return a handle of the object of this name, whichever member is its home.
 
-        Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
-        NotFound if no member has the object.
+        Asks every member of the group, or without ``group`` of all groups that this process uses, and blocks until they
+        have answered, at most ``timeout`` seconds. Raises NotFound if no member has the object.
         """
         check_longest_wait(timeout)
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
-        local, since = current_local(), time.monotonic()
+        since, searched = time.monotonic(), memberships(group)
         unjoined: list[Exception] = []
-        if local is not None:
-            searched = [local]
-        else:
-            searched, unjoined = own_groups.everywhere(timeout)
-            searched = searched or [process_member(timeout)]
+        if not searched:
+            searched, unjoined = own_groups.everywhere(timeout, group)
+            searched = searched or [process_member(timeout, group)]
         silent: list[str] = []
         for local in searched:
             remaining_s = None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
@@ -273,14 +309,20 @@ class Handle:
 
     @classmethod
     def _restore(
-        cls: type[H], name: str, home: str, settings: Any, instance_id: int | None, group: str | None = None
+        cls: type[H],
+        name: str,
+        home: str,
+        settings: Any,
+        instance_id: int | None,
+        generation: str | None = None,
+        group: str | None = None,
     ) -> H:
         handle = cls.__new__(cls)
         if instance_id is None:
-            Handle.__init__(handle, name, home, settings)
+            Handle.__init__(handle, name, home, settings, group, generation)
         else:
             handle._set_state(name, home, settings, instance_id)
-            handle._group = group
+            handle._group, handle._generation = group, generation
         return handle
 
     @property
@@ -312,7 +354,8 @@ class Handle:
         yield from self._request(local, DELETE, self._address)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._restore, (self._name, self._home, self._settings, self._instance_id, self._group)
+        state = self._name, self._home, self._settings, self._instance_id, self._generation, self._group
+        return type(self)._restore, state
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
@@ -320,7 +363,11 @@ class Handle:
     # --- for subclasses ------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
-        return begin(timeout, self._home, self._group)
+        return begin(timeout, self._home, _used(self._generation, self._home) or self._group)
+
+    def _membership(self) -> LocalMember:
+        """This process as a member of the group. Raises NotAMember."""
+        return process_member(group=_used(self._generation, self._home) or self._group)
 
     @property
     def _lives_with(self) -> tuple[str, ...]:
@@ -351,7 +398,7 @@ class Handle:
             instance_id = yield from self._request(local, OPEN, args, wait_s)
             with self._bind_lock:
                 if self._instance_id is None:  # another thread may have bound it meanwhile
-                    self._instance_id, self._group = instance_id, local.generation
+                    self._instance_id, self._generation = instance_id, local.generation
         return self._is_home(local)
 
     def _request(

@@ -87,16 +87,12 @@ def _most_pending() -> int:
     return MOST_PENDING if limit == resource.RLIM_INFINITY else min(MOST_PENDING, limit // 16)
 
 
-def _nobody(connections: Mapping[Connection, str | None]) -> Iterable[Connection]:
-    return ()
-
-
 class Guard:
     """The guarded listeners of this process. Thread-safe. One thread of its own accepts; others ask and hand over."""
 
     def __init__(self) -> None:
-        self.vouch: Vouch = _nobody
-        """Says which connections members made; at first it trusts nobody."""
+        self._vouchers: list[Vouch] = []
+        """Each says which connections the members of one group made."""
         self._pid = os.getpid()
         self._lock = Lock()
         self._doors: dict[int, _Door] = {}
@@ -135,18 +131,21 @@ class Guard:
             self._doors[listener.fileno()] = _Door(listener, deliver, size, guess)
         self._poll.register(listener.fileno(), select.EPOLLIN)
 
-    def start(self) -> None:
-        """Accept, from now on. Raises ThreadShortage."""
+    def start(self, vouch: Vouch) -> None:
+        """Accept, from now on, what ``vouch`` says that members made, too. Raises ThreadShortage."""
         with self._lock:
+            self._vouchers.append(vouch)
             if self._thread is None:
                 step = threads.surviving(self._step, "raytorchrpc-guard")  # strangers cause its failures
                 self._thread = threads.start(threads.serve, step, "raytorchrpc-guard", name="raytorchrpc-guard")
 
-    def stop(self) -> None:
-        """Accept nothing until ``start``, and trust nobody; the thread ends."""
+    def stop(self, vouch: Vouch) -> None:
+        """Trust it no more. Without any other, accept nothing until ``start``; the thread ends. Idempotent."""
         with self._lock:
-            thread, self._thread = self._thread, None
-            self.vouch = _nobody
+            if vouch in self._vouchers:
+                self._vouchers.remove(vouch)
+            thread = None if self._vouchers else self._thread
+            self._thread = self._thread if self._vouchers else None
         if thread is not None:
             os.eventfd_write(self._wake, 1)
             thread.join(_STOP_S)
@@ -289,6 +288,14 @@ class Guard:
             logger.warning("closed %d connections from %s that no member made", len(pending), ", ".join(hosts))
         for sock, _ in pending.values():
             sock.close()
+
+    def vouch(self, connections: Mapping[Connection, str | None]) -> Iterator[Connection]:
+        """Yield those that members of any group made; see Vouch."""
+        unknown = dict(connections)
+        for vouch in self._vouchers.copy():
+            for connection in vouch(unknown.copy()) if unknown else ():
+                if unknown.pop(connection, self) is not self:
+                    yield connection
 
     def own_connections(self) -> Mapping[Connection, int]:
         """The TCP connections of this process, those that are being made included, with their descriptors.

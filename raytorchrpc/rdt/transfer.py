@@ -21,7 +21,7 @@ import torch
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import scope as _scope
 from raytorchrpc.calls.client.outgoing import OutgoingCall
-from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.member import LocalMember, current
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.exposed import Exposed
@@ -87,8 +87,7 @@ class _Kept:
 
     def let_go(self) -> None:
         """Order later writes on the streams that made the tensors after all reads."""
-        local = current_local()
-        lanes = () if local is None else tuple(local.tensor_lanes.values())
+        lanes = [lane for local in current.members.values() for lane in local.tensor_lanes.copy().values()]
         for stream in self._streams:
             with torch.cuda.stream(stream):
                 for lane in lanes:
@@ -160,9 +159,8 @@ def here(node_id: str, node_ip: str, shown: str) -> Source:
     global _server
     with _lock:
         _, address, secret = _server = _server or _started(node_ip)
-    local = current_local()
-    if local is not None:
-        shown = f"member {local.me.name!r} of group {local.group!r}"
+    if names := [f"member {local.me.name!r} of group {local.group!r}" for local in current.members.values()]:
+        shown = " and ".join(names)
     return Source(node_id, os.getpid(), this_process.unique, shown, address, secret)
 
 
@@ -224,12 +222,11 @@ class Pull:
         """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
         with _pulls_lock:
             _in_flight.add(self)
-        local = current_local()
-        member = None if local is None else _member_at(local, source)
+        shared = _member_at(source)
         if source.process == this_process.unique:
             self._arrived.settle(self._own)
-        elif local is not None and member is not None:
-            self._ask_member(local, member, caller_waits)
+        elif shared is not None:
+            self._ask_member(*shared, caller_waits)
         else:
             self._ask_server()
 
@@ -335,11 +332,12 @@ def _text(error: BaseException, on_gpu: bool = False) -> str:
     return str(error.args[0]) if known and error.args else f"{type(error).__name__}: {error}"
 
 
-def _member_at(local: LocalMember, source: Source) -> Member | None:
-    """The member whose process is the source, if it is in this process's group."""
-    for member in local.peers.members:
-        if member.pid == source.pid and member.node_id == source.node_id:
-            return member
+def _member_at(source: Source) -> tuple[LocalMember, Member] | None:
+    """The membership by which this process reaches the source, and the member there, if they share a group."""
+    for local in current.members.values():
+        for member in local.peers.members:
+            if member.pid == source.pid and member.node_id == source.node_id:
+                return local, member
     return None
 
 

@@ -69,8 +69,8 @@ TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conf
 
 def prepare_agent(name: str, rank: int) -> None:
     spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", "127.0.0.1", ("uv",), ("basic",), 4, 60.0, {}, ())
-    process_guard().vouch = iter  # all are members here
     process_agent().prepare(spec)
+    process_guard().start(iter)  # all are members here
 
 
 def unasked() -> Endpoint:

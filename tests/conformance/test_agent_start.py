@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.rpc as rpc
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.errors import BootstrapError
+from raytorchrpc.errors import BootstrapError, LaneUnavailable
 from raytorchrpc.lanes.torchrpc.agent import AgentPeer, AgentSpec, process_agent
 from tests.conformance.peers import Process
 
@@ -95,6 +95,40 @@ def return_while_sending() -> list[int]:
         seen = [rpc.get_worker_info("rtr:b").id]
     returning.join(20)
     return [*seen, rpc.get_worker_info("rtr:b").id]
+
+
+def test_groups_share_it_if_they_fit(process: Process) -> None:
+    refused, peers = process.run(serve_two_groups)
+    assert (
+        refused
+        == "this process's agent serves another group; this needs other devices, transports or another interface"
+    )
+    assert peers == ([True, True], [True, False], [False, False])
+
+
+def serve_two_groups() -> tuple[str, Any]:
+    """Why a third one is refused; and whether the agent has each peer as one group after the other ends."""
+    agent, both, other = process_agent(), PEER, AgentPeer("rtr:c", 3, "uv://127.0.0.1:2", {})
+    agent.prepare(SPEC, "first")
+    agent.prepare(SPEC._replace(worker_id=7, admitted=("10.0.0.1",)), "second")
+    with pytest.raises(LaneUnavailable) as refused:
+        agent.prepare(SPEC._replace(channels=("basic",)), "third")
+    agent.add_peers([both], "first")
+    agent.start()
+    agent.add_peers([both, other], "second")
+
+    def there() -> list[bool]:
+        return [agent._find(peer.name) is not None for peer in (both, other)]
+
+    seen = [there()]
+    agent.remove_peer(both.name, "first")
+    agent.rest("first")
+    agent.remove_peer(other.name, "second")
+    seen.append(there())
+    agent.remove_peer(both.name, "second")
+    agent.rest("second")
+    assert agent.is_running and agent.identity is not None and agent.identity.worker_id == 1
+    return refused.value.reason, (*seen, there())
 
 
 def test_none_starts_after_the_end_of_a_group(process: Process) -> None:

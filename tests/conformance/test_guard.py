@@ -122,11 +122,10 @@ def guarded(library: Library, members: Members) -> Iterator[Guard]:
 
 def guard_of(library: Library, members: Members, size: Callable[[bytes], int] = lambda _: 1) -> tuple[Guard, Takeover]:
     made = Guard()
-    made.vouch = members
     fd = library.listener.fileno()
     door = Takeover(fd, guard.registered().get(fd))
     made.watch(door.public, door.deliver, size)
-    made.start()
+    made.start(members)
     return made, door
 
 
@@ -136,7 +135,7 @@ def guarding(library: Library, members: Members, size: Callable[[bytes], int] = 
     try:
         yield made
     finally:
-        made.stop()
+        made.stop(members)
         made.close(door.public)
         door.close()
 
@@ -234,7 +233,7 @@ def test_a_member_that_is_slow_to_answer_holds_no_other_up(library: Library, mem
         slow.sendall(b"slow")
         while not members.asked:
             time.sleep(0.001)
-        guarded.vouch = quick = Members()
+        guarded._vouchers[:] = [quick := Members()]
         with quick.connect(library.where) as sock:
             assert echoed(sock) == b"hello"
         members.may_answer.set()
@@ -349,7 +348,7 @@ def test_a_default_timeout_changes_no_socket_of_this_process() -> None:
 
 
 def test_before_anybody_is_known_all_are_strangers(library: Library, guarded: Guard) -> None:
-    guarded.vouch = Guard().vouch
+    guarded._vouchers.clear()
     with socket.create_connection(library.where) as sock:
         sock.sendall(b"x")
         assert is_hung_up_on(sock)
@@ -383,7 +382,7 @@ def test_a_door_ends_the_connections_that_it_let_in_and_no_others(library: Libra
         mine, other = socket.socketpair()
         with mine, other:
             os.dup2(mine.fileno(), fd)  # as if the library had closed it, and its number were another's
-            made.stop()
+            made.stop(members)
             made.close(door.public)
             door.close(disconnect=True)
             assert is_hung_up_on(second)

@@ -209,14 +209,14 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
         assert job, driver.communicate()[1]
         assert not {job, context.get_job_id()} & ray_internals.dead_jobs()
         with pytest.raises(rtr.BootstrapError, match="'x' is already in group 'of the dead driver'"):
-            rtr.init_group({"x": left[0]})
+            rtr.init_group({"x": left[0]}, name="of the dead driver")
     finally:
         driver.kill()
         driver.communicate()
     deadline = time.monotonic() + 60
     while job not in ray_internals.dead_jobs():
         assert time.monotonic() < deadline, "the dead driver is not reported"
-    with rtr.init_group({"x": left[0], "y": left[1]}):
+    with rtr.init_group({"x": left[0], "y": left[1]}, name="of the dead driver"):
         assert ray.get(left[0].call.remote("y", "double", 21)) == 42
 
 
@@ -235,10 +235,10 @@ def test_a_worker_that_ended_is_known_and_the_group_of_its_task_keeps_nobody(pee
     worker, node, pid = ray.get(form.remote(peers[:2]))
     assert ray_internals.worker_lives(worker, node)
     with pytest.raises(rtr.BootstrapError, match="'peer_0' is already in group 'of a task'"):
-        rtr.init_group(peers[:2])  # its supervisor runs in that worker, though the task is over
+        rtr.init_group(peers[:2], name="of a task")  # its supervisor runs in that worker, though the task is over
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: not ray_internals.worker_lives(worker, node), 60), "its end is not reported"
-    with rtr.init_group(peers[:2]):
+    with rtr.init_group(peers[:2], name="of a task"):
         assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42
     assert not ray_internals.worker_lives("00" * 28, node)
 

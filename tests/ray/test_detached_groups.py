@@ -84,8 +84,6 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     members: tuple[Any, Any], spawn: Spawn, caplog: pytest.LogCaptureFixture, kill_late: Callable[[], None]
 ) -> None:
     a, b = members
-    with pytest.raises(rtr.BootstrapError, match="already in group 'lasting'"):
-        rtr.init_group({"a": a, "b": b})
     with pytest.raises(rtr.BootstrapError, match=r"get_group\('lasting'\)"):
         rtr.init_group([spawn(Peer)], name="lasting", detached=True)
 

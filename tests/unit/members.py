@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from raytorchrpc.calls.member import LocalMember, current_local, set_local
-from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls import member
+from raytorchrpc.calls.member import LocalMember, memberships, set_locals
+from raytorchrpc.calls.peers import Absence, Member, PeerRoute, PeerTable, process_token
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.services import Services
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
@@ -213,13 +216,13 @@ class Members:
     @contextmanager
     def acting(self, name: str | None) -> Iterator[LocalMember]:
         """What is done here is done by this member; None: by a process that is no member."""
-        before = current_local()
+        before = memberships()
         acts: Any = None if name is None else self.members[name]
-        set_local(acts)
+        set_locals(*([] if name is None else [acts]))
         try:
             yield acts
         finally:
-            set_local(before)
+            set_locals(*before)
 
     def mark_away(self, at: str, name: str, cause: str, *, for_good: bool = False, joins: bool = False) -> None:
         """``at`` is told that the member ``name`` is away."""
@@ -254,7 +257,7 @@ class Members:
         home.peers.activate(rank)
 
     def close(self) -> None:
-        set_local(None)
+        set_locals()
         for local in self.members.values():
             local.leave()
 
@@ -263,6 +266,37 @@ class Members:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Groups:
+    """This process in groups of these names and members, each with its actor; the name is the generation."""
+
+    member = member
+
+    def __init__(self, **groups: Mapping[str, Any]) -> None:
+        self.locals = {name: self._local(name, members) for name, members in groups.items()}
+        self.use(*groups)
+
+    def _local(self, group: str, members: Mapping[str, Any]) -> Any:
+        peers, unused = PeerTable(group, Services()), Any
+        for rank, (name, actor_id) in enumerate(members.items()):
+            made = Member(rank, name, actor_id, "", 0, "", rank, group=group)
+            peers.add_peer(PeerRoute(made, unused, unused))
+        return SimpleNamespace(group=group, generation=group, peers=peers, me=peers.member(0))
+
+    def use(self, *groups: str, clients: Sequence[str] = ()) -> None:
+        """It is in these now, and may join those as a client."""
+        set_locals(*(self.locals[name] for name in groups))
+        member.current.change(clients=clients)
+
+    @contextmanager
+    def serving(self, group: str) -> Iterator[None]:
+        """This thread serves a call of that group."""
+        before = current_scope.set(Scope(group=group))
+        try:
+            yield
+        finally:
+            current_scope.reset(before)
 
 
 @contextmanager

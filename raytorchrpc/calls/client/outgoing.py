@@ -139,7 +139,9 @@ class OutgoingCall:
         if body.tensors:
             size = sum(map(nbytes_of, body.tensors), size)
         limit, number = scope.limit, next(calls.numbers)
-        windows = calls.credit.by_rank if limit is None or limit.over else limit.windows
+        windows = calls.credit.by_rank
+        if limit is not None and not limit.over:
+            windows = limit.windows.setdefault(calls.generation, {})
         window = windows.get(peer.rank) or calls.credit.open(windows, peer.rank)
         give_back, beside = partial(window.give_back, number), IN_BAND
         try:
@@ -488,6 +490,7 @@ class OutgoingCalls:
     def __init__(self, local: Any) -> None:
         """``local``: the LocalMember with the parts that the calls use."""
         self.rank: int = local.me.rank
+        self.generation: str = local.generation
         self.timeout_s: float = local.config.rpc_timeout_s
         self.peers: PeerTable = local.peers
         self.payloads: Payloads = local.payloads

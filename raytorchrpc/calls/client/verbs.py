@@ -17,11 +17,11 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, call_back, result_of
 from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall, Repeats
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import current
+from raytorchrpc.calls.member import awaiting, current, reaching, resolved
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
-from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.workers import process_deadlines
@@ -73,14 +73,14 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
     if _get_running_loop() is not None:
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
     local, options = current.local, _options
-    if local is None:
+    if local is None or options.group is not None:
         local, options = _member(_target, options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
     return result_of(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current.local is None and on_loop() and own_groups.joined(_target, _options.timeout) is None:
+    if (current.local is None or _options.group is not None) and on_loop() and _joined(_target, _options) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
     local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
@@ -95,19 +95,30 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     """The LocalMember that sends the call, and its options. Blocks until this process is a member, or a client of the
     group that it formed or fetched and that has the target; the rest of the call's time is for the call.
     """
-    local: Any = current.local or own_groups.joined(target, options.timeout)
-    if local is None:
+    if (local := _joined(target, options)) is None:
         joining = _joining(target, options)
         if not joining.done():
             refuse_on_loop("joining a group", "`await raytorchrpc.rpc_async(target)...`, which joins it on a thread")
         local, remaining_s = rejoin.outcome_of(joining)
+        local = resolved(local, target, options.group)
         options = options._replace(timeout=remaining_s)
     return local, options
 
 
+def _joined(target: Target, options: CallOptions) -> Any:
+    """The LocalMember that sends the call; None if this process first has to join a group that may have the target."""
+    group = options.group
+    if current.local is not None and group is None:
+        return current.local
+    local = reaching(target, group) or own_groups.joined(target, options.timeout, group)
+    if local is None and current.members and not rejoin.pending() and not own_groups.may_have(target, group):
+        return awaiting(target, options.timeout, group)
+    return local
+
+
 def _joining(target: Target, options: CallOptions) -> Any:
     """What is settled with the LocalMember that sends the call: see ``rejoin.outcome_of``."""
-    return own_groups.join(target, options.timeout) or rejoin.awaited(options.timeout)
+    return own_groups.join(target, options.timeout, options.group) or rejoin.awaited(options.timeout)
 
 
 class _DeferredCall(OutgoingCall):
@@ -135,7 +146,12 @@ class _DeferredCall(OutgoingCall):
         if (error := awaited.exception()) is not None:
             self._end_sending(repeats, self.pending, error)
             return
-        self._calls, self.deadline = awaited.result().outgoing, awaited.until
+        try:
+            local = resolved(awaited.result(), self._target, self._options.group)
+        except RayTorchRpcError as refused:
+            self._end_sending(repeats, self.pending, refused)
+            return
+        self._calls, self.deadline = local.outgoing, awaited.until
         self._awaited = None
         self._calls.repeats.submit(self._send_again, repeats, self.pending)
 
@@ -177,6 +193,7 @@ def rpc_sync(
     keep: bool = False,
     into: Into = None,
     retry: int | None = None,
+    group: str | None = None,
 ) -> Any:
     """Call a method of another member and return its result: ``rpc_sync(target).method(*args)``.
 
@@ -225,6 +242,9 @@ def rpc_sync(
             that are contiguous and on the GPU where the result arrives (not with nixl); others take one more copy.
         retry: how often the call may be sent again if the target is lost. Each time it waits, within its deadline, for
             the restarted actor. None takes the number of ``method(retry=...)``, which is 0 by default.
+        group: the name of the group that has the target, for a process in several groups. None: a handle or a
+            ``Member`` is found in whichever group has it; a name or a rank is one of the group whose call this thread
+            serves, or of the only group that has it. Raises ConfigurationError where that leaves several.
 
     Examples:
         >>> rtr.rpc_sync("learner").double(21)
@@ -233,7 +253,7 @@ def rpc_sync(
         tensor([2., 2.])
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Proxy("rpc_sync", _sync, target, CallOptions(timeout, share, keep, into, retries, True))
+    return _Proxy("rpc_sync", _sync, target, CallOptions(timeout, share, keep, into, retries, True, group=group))
 
 
 @takes_timeout
@@ -245,6 +265,7 @@ def rpc_async(
     keep: bool = False,
     into: Into = None,
     retry: int | None = None,
+    group: str | None = None,
 ) -> Any:
     """Like ``rpc_sync``, but return a ``Future`` at once.
 
@@ -258,11 +279,13 @@ def rpc_async(
         42
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Proxy("rpc_async", _async, target, CallOptions(timeout, share, keep, into, retries, False, True))
+    return _Proxy(
+        "rpc_async", _async, target, CallOptions(timeout, share, keep, into, retries, False, True, group=group)
+    )
 
 
 @takes_timeout
-def remote(target: Target, *, timeout: float | None = None) -> Any:
+def remote(target: Target, *, timeout: float | None = None, group: str | None = None) -> Any:
     """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once.
 
     Examples:
@@ -275,4 +298,4 @@ def remote(target: Target, *, timeout: float | None = None) -> Any:
             "raytorchrpc.remote decorates neither classes nor functions: decorate the class with @ray.remote, and its "
             "methods with @raytorchrpc.method"
         )
-    return _Proxy("remote", _remote, target, CallOptions(timeout))
+    return _Proxy("remote", _remote, target, CallOptions(timeout, group=group))

@@ -107,10 +107,10 @@ def is_hidden(function: Any) -> bool:
 # --- the gates of the actor in this process --------------------------------------------------------------------------
 
 _actor: Any = None
-_served: Any = None
-"""What a process that has joined a group by itself serves in place of an actor."""
-_gates: dict[tuple[bool, str | None], Gate] = {}
-"""By whether they are those of ``_served``, and by concurrency group."""
+_served: dict[int, tuple[Any, set[str]]] = {}
+"""By id, what a process that has joined groups by itself serves in place of an actor, and in which groups."""
+_gates: dict[tuple[int, str | None], Gate] = {}
+"""By the id of what is served, 0 for the actor, and by concurrency group."""
 _gates_lock = Lock()
 
 
@@ -122,16 +122,16 @@ def gate_of(instance: Any, group: str | None) -> Gate | None:
     group's width to the actor's process.
     """
     global _actor
-    served = instance is _served and instance is not None
+    served = id(instance) if id(instance) in _served else 0
     if not served and instance is not _actor:
         if instance is None or ray_internals.actor_instance() is not instance:
             return None
         with _gates_lock:
             _actor = instance
-            _drop(served=False)
+            _drop(0)
     gate = _gates.get((served, group))
     if gate is None:
-        made = _named_gate(instance, group) if group is not None else _default_gate(served)
+        made = _named_gate(instance, group) if group is not None else _default_gate(bool(served))
         with _gates_lock:
             gate = _gates.setdefault((served, group), made)
     return gate
@@ -148,18 +148,25 @@ def _named_gate(instance: Any, group: str) -> Gate:
     return Gate(max((width for width in declared if width is not None), default=1), named=group)
 
 
-def serve(instance: Any) -> None:
-    """Other members call the methods of this object, one at a time, and not those of the actor in this process, if
-    there is one. None, or that actor: the actor's again.
-    """
-    global _served
+def serve(instance: Any, generation: str) -> None:
+    """In this group other members call the methods of this object, one at a time, unless it is the actor here."""
+    if instance is not None and ray_internals.actor_instance() is not instance:
+        with _gates_lock:
+            _served.setdefault(id(instance), (instance, set()))[1].add(generation)
+
+
+def serve_no_more(generation: str) -> None:
+    """This process has left that group. Idempotent."""
     with _gates_lock:
-        _served = None if instance is None or ray_internals.actor_instance() is instance else instance
-        _drop(served=True)
+        for key, (_, generations) in [*_served.items()]:
+            generations.discard(generation)
+            if not generations:
+                del _served[key]
+                _drop(key)
 
 
-def _drop(*, served: bool) -> None:
-    for key in [key for key in _gates if key[0] is served]:
+def _drop(served: int) -> None:
+    for key in [key for key in _gates if key[0] == served]:
         del _gates[key]
 
 

@@ -176,6 +176,7 @@ class Callee:
     ) -> None:
         """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor."""
         self.name, self.instance, self.local = name, instance, local
+        self.generation: str = getattr(local, "generation", "")
         self.codec, self.payloads, self.workers, self.deadlines = codec, payloads, workers, deadlines
         self.replies, self.cancellable, self.streams = (
             Replies(name, codec),
@@ -231,7 +232,7 @@ class ServedCall:
         self.kind, _, _, self.method, self.path, self.seconds, until, self.mark, self.number = message.header
         self.label = f"{callee.name}.{self.method}"
         self.limit = Limit(time.monotonic() + self.seconds if until is None else until)
-        self.scope = Scope(self.path, self.limit)
+        self.scope = Scope(self.path, self.limit, None, callee.generation)
         self.context = torch_internals.NO_CONTEXT
         if lane.capabilities.rrefs:  # else the lane records no hop
             self.context = torch_internals.current_autograd_context()

@@ -1,9 +1,9 @@
 """The torchrpc agent of this process: starts and stops it, adds and removes peers. No other module manages agents.
 
 torch allows one agent at a time, and its RRef bookkeeping keeps the first agent that a process started (a C++ singleton
-that no shutdown resets): after a second start every RRef of the process fails. So the agent outlives the group. Leaving
-a group removes the peers and keeps the agent idle. The next group reuses it, unless it needs what can only be set at
-the start.
+that no shutdown resets): after a second start every RRef of the process fails. So the agent outlives the
+group. Leaving a group removes the peers and keeps the agent idle. The next group reuses it, unless it needs what can
+only be set at the start. Several groups at a time share it if they fit; one that does not goes without torchrpc.
 
 It starts when this process first needs it, or when a member connects. Until then a listener of the guard's stands for
 it, at the address that peers know; see ``process.guard``.
@@ -50,6 +50,8 @@ _FAILS_S = 10.0
 #: suspended, or get no core, while those threads are about to.
 _LOOKS = 1000
 
+#: What a group may need that a running agent does not have.
+_ANOTHER_ID, _OTHER_SETTINGS = "another worker id", "other devices, transports or another interface"
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
 #: What init_rpc raises in a member.
@@ -194,10 +196,11 @@ class ProcessAgent:
         self.shares_autograd_id = False
         """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
         self._agents_started = 0
-        self._is_resting = True
-        """No group uses it."""
-        self._admitted: Sequence[str] = ()
-        """Where the group's present members may connect from; see AgentSpec.admitted."""
+        self._users: dict[str, Sequence[str]] = {}
+        """By the generation of each group that uses it, where the present members may connect from; see
+        AgentSpec.admitted."""
+        self._needs: dict[str, set[str]] = {}
+        """By the name of a peer, the groups that have it."""
         self._starter = 0
         """The thread that starts the agent."""
         fork.register(self)
@@ -219,36 +222,46 @@ class ProcessAgent:
         """Whether the agent has started."""
         return self._started is not None
 
-    def prepare(self, spec: AgentSpec, *, renew: bool = False) -> str:
-        """Have a place for an agent that fits ``spec``, and listen for it: the idle agent, with its own id, if it fits.
-        Returns the URL. The agent itself starts when it is needed, or now if ``spec`` says so.
+    def prepare(self, spec: AgentSpec, user: str = "", *, renew: bool = False) -> str:
+        """Have a place for an agent that fits ``spec``, and listen for it: the agent that is there, with its own id, if
+        it fits. Returns the URL. The agent itself starts when it is needed, or now if ``spec`` says so.
 
-        ``renew``: no agent of before will do. Raises BootstrapError if torch cannot start one. An interrupt (Ctrl-C)
-        ends the wait, but not the start: torch would otherwise keep an agent unknown to this object.
+        ``user``: the generation of the group. ``renew``: no agent of before will do. Raises LaneUnavailable if another
+        group uses one that does not fit, and BootstrapError if torch cannot start one. An interrupt (Ctrl-C) ends the
+        wait, but not the start: torch would otherwise keep an agent unknown to this object.
         """
         with self._changing:
-            self._prepare(spec, renew)
+            if (running := self._spec) is not None and self._users.keys() - {user}:
+                if renew or not _fits(running, spec, self._started is not None):
+                    needed = _ANOTHER_ID if renew else _OTHER_SETTINGS
+                    raise LaneUnavailable("torchrpc", f"this process's agent serves another group; this needs {needed}")
+                maps = {**running.device_maps, **spec.device_maps}
+                devices = tuple(sorted({*running.devices, *spec.devices}))
+                self._spec = running._replace(device_maps=maps, devices=devices)
+                self.admit(spec.admitted, user)
+            else:
+                self._prepare(spec, user, renew)
         if spec.at_once:
             try:
                 self.start()
             except BootstrapError:
-                self.rest()
+                self.rest(user)
                 raise
         return self._url
 
-    def _prepare(self, spec: AgentSpec, renew: bool) -> None:
+    def _prepare(self, spec: AgentSpec, user: str, renew: bool) -> None:
         if self._started is not None and not torch_internals.agent_is_set():
             logger.warning(
                 "the program has called torch.distributed.rpc.shutdown(): starting another torchrpc agent; RRefs "
                 "of this process no longer work, because torch uses the first agent for them"
             )
             self._forget_agent()
-        if self._started is not None and self._spec is not None and (renew or not _fits(self._spec, spec)):
+        if self._started is not None and self._spec is not None and (renew or not _fits(self._spec, spec, True)):
             logger.warning(
                 "restarting the torchrpc agent %s: the new group needs %s; RRefs of this process no longer work, "
                 "because torch uses the first agent for them",
                 spec.name,
-                "another worker id" if renew else "other devices, transports or another interface",
+                _ANOTHER_ID if renew else _OTHER_SETTINGS,
             )
             self._stop()
         self.shares_autograd_id |= renew
@@ -261,8 +274,7 @@ class ProcessAgent:
             self._highest_id = max(self._highest_id, spec.worker_id)
             self._spec = spec
             self._listen(spec.address)
-        self.admit(spec.admitted)
-        guard.process_guard().start()
+        self.admit(spec.admitted, user)
 
     def _check_alone(self) -> None:
         if torch_internals.agent_is_set():
@@ -304,12 +316,12 @@ class ProcessAgent:
 
     def _start_for_torch(self) -> None:
         """torch's own API is about to be used."""
-        if not self._is_resting and threading.get_ident() != self._starter and os.getpid() == self._pid:
+        if self._users and threading.get_ident() != self._starter and os.getpid() == self._pid:
             self.start()
 
     def _start(self) -> None:
         spec = self._spec
-        if spec is None or self._is_resting:
+        if spec is None or not self._users:
             raise BootstrapError("this process has no torchrpc agent to start: it is in no group")
         self._check_alone()
         before, polled = tcp.listening(), guard.registered()
@@ -369,7 +381,7 @@ class ProcessAgent:
                 door = guard.Takeover(fd, registered.get(fd))
                 self._doors.append(door)
                 guard.process_guard().watch(door.public, door.deliver, _first_message)
-            self.admit(self._admitted)
+            self._filter()
         except OSError as error:
             torch_internals.stop_agent()
             self._forget_doors()
@@ -386,15 +398,18 @@ class ProcessAgent:
             urls += [known.peer.url for known in self._started.peers.values()]
         return [address for url in urls for address in fork.addresses_in(url)]
 
-    def add_peers(self, peers: Sequence[AgentPeer]) -> None:
-        """Make peers callable. Quick: the first call opens connections."""
+    def add_peers(self, peers: Sequence[AgentPeer], user: str = "") -> None:
+        """Make peers of a group callable. Quick: the first call opens connections."""
         with self._changing:
             numbers = [peer.worker_id for peer in peers if peer.worker_id not in OWN_NUMBERS]
             self._highest_id = max(self._highest_id, *numbers, -1)
             for peer in peers:
+                self._needs.setdefault(peer.name, set()).add(user)
                 if self._started is None:
                     self._coming[peer.name] = peer
                 elif (known := self._started.peers.get(peer.name)) is None or known.peer != peer:
+                    if known is not None and known.peer.url == peer.url and self._needs[peer.name] != {user}:
+                        continue  # another group has it, and the same connections
                     self._started.remove(peer.name)
                     self._started.add(peer)
 
@@ -418,21 +433,24 @@ class ProcessAgent:
             if started is not None and (known := started.peers.get(name)) is not None and known.opened:
                 started.spoilt.add(known.peer.worker_id)
 
-    def admit(self, hosts: Sequence[str]) -> None:
-        """Listen to these hosts alone; see AgentSpec.admitted. Existing connections stay."""
+    def admit(self, hosts: Sequence[str], user: str = "") -> None:
+        """Listen to these hosts of a group too; see AgentSpec.admitted. Existing connections stay."""
         with self._changing:
-            self._is_resting, self._admitted = False, hosts
-            self._filter(tcp.networks(hosts or ("0.0.0.0/0", "::/0")))
+            self._users[user] = hosts
+            self._filter()
 
-    def rest(self) -> None:
-        """The group has ended: listen to nobody until the next one."""
+    def rest(self, user: str = "") -> None:
+        """The group has ended: listen to nobody of it. Idempotent."""
         with self._changing:
-            self._is_resting = True
-            self._coming.clear()
-            self._filter(())
-            guard.process_guard().stop()
+            if self._users.pop(user, None) is not None:
+                if not self._users:
+                    self._coming.clear()
+                    self._needs.clear()
+                self._filter()
 
-    def _filter(self, networks: Sequence[tcp.Network]) -> None:
+    def _filter(self) -> None:
+        hosts = [host for admitted in self._users.values() for host in (admitted or ("0.0.0.0/0", "::/0"))]
+        networks = tcp.networks(hosts)
         for listener in (*((self._front,) if self._front else ()), *(door.public for door in self._doors)):
             try:
                 tcp.admit_only(listener, networks)
@@ -485,9 +503,14 @@ class ProcessAgent:
             )
         return None
 
-    def remove_peer(self, name: str) -> None:
-        """Remove a peer. Calls to it in flight end by their deadline."""
+    def remove_peer(self, name: str, user: str = "") -> None:
+        """Remove a peer that no other group has. Calls to it in flight end by their deadline."""
         with self._changing:
+            needs = self._needs.get(name, set())
+            needs.discard(user)
+            if needs:
+                return
+            self._needs.pop(name, None)
             self._coming.pop(name, None)
             if self._started is not None:
                 self._started.remove(name)
@@ -522,13 +545,14 @@ class ProcessAgent:
             self._front = None
 
 
-def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:
-    """Whether the running agent can serve a new group, whose peers can change but not the agent's other settings."""
+def _fits(running: AgentSpec, wanted: AgentSpec, has_started: bool) -> bool:
+    """Whether the agent can serve a new group. Its peers can change; once it has started, its other settings cannot."""
+    maps = {**({} if has_started else wanted.device_maps), **running.device_maps}
     return (
         (running.name, running.interface, running.transports, running.channels)
         == (wanted.name, wanted.interface, wanted.transports, wanted.channels)
-        and set(wanted.devices) <= set(running.devices)
-        and all(running.device_maps.get(peer, {}) == mapping for peer, mapping in wanted.device_maps.items())
+        and (not has_started or set(wanted.devices) <= set(running.devices))
+        and all(maps.get(peer, {}) == mapping for peer, mapping in wanted.device_maps.items())
     )
 
 

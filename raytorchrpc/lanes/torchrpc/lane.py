@@ -59,7 +59,8 @@ _BROKEN = re.compile(
 )
 #: Shortest time between two renewals of broken connections to one peer (seconds).
 _RENEW_EVERY_S = 0.5
-_serving: TorchRpcLane | None = None  # serves the requests that arrive in this process; None after close()
+_serving: dict[str, TorchRpcLane] = {}
+"""By generation, those that serve the requests that arrive in this process."""
 _trimmer = MallocTrimmer()
 
 
@@ -80,9 +81,12 @@ class TorchRpcLane(MessageLane):
         devices: Sequence[int],
         maps: Mapping[str, Mapping[int, int]],
         fetch_timeout_s: float = 60.0,
+        generation: str = "",
     ) -> None:
-        """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
-        self._me, self._agent = me, agent
+        """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU. ``generation``: of the
+        group.
+        """
+        self._me, self._agent, self._generation = me, agent, generation
         self._beside = TorchRpcTensors(self, fetch_timeout_s)
         self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
@@ -100,9 +104,8 @@ class TorchRpcLane(MessageLane):
         return self._beside
 
     def open(self, serve: Serve, spawn: Spawn) -> AgentPeer:
-        global _serving
         self.serve, self.spawn = serve, spawn
-        _serving = self
+        _serving[self._generation] = self
         return self._agent.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
@@ -112,7 +115,8 @@ class TorchRpcLane(MessageLane):
         self.hosts.update({peer.peer: peer.address.host for peer in peers})
         self._beside.maps.update({peer.peer: peer.devices_back for peer in peers})
         addresses = ((peer.address, peer.devices_back) for peer in peers)
-        self._agent.add_peers([address._replace(inverse_map=back) if back else address for address, back in addresses])
+        mapped = [address._replace(inverse_map=back) if back else address for address, back in addresses]
+        self._agent.add_peers(mapped, self._generation)
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
@@ -190,11 +194,11 @@ class TorchRpcLane(MessageLane):
         self.hosts.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
-            self._agent.remove_peer(name)
+            self._agent.remove_peer(name, self._generation)
 
     def close(self) -> None:
-        global _serving
-        _serving = None
+        if _serving.get(self._generation) is self:
+            del _serving[self._generation]
         for peer in list(self._rpc_names):
             self.disconnect(peer)
 
@@ -418,11 +422,13 @@ def _serve_value(*request: Any) -> torch.futures.Future[Any]:
 def _pass_on(
     request: tuple[Any, ...], reply: Callable[[torch.futures.Future[Any], Message], None]
 ) -> torch.futures.Future[Any]:
-    lane = _serving
+    header, *body = request
+    serving = _serving.copy()
+    # The only one refuses what is not meant for it.
+    lane = serving.popitem()[1] if len(serving) == 1 else serving.get(header[2].partition(".")[0])
     if lane is None:
         raise RuntimeError("raytorchrpc: this process has left the group")
     future: torch.futures.Future[Any] = torch.futures.Future(devices=lane.devices)
-    header, *body = request
     encoded = _received(Encoded(*body))
     work = lane.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
     if work is not None:
@@ -446,4 +452,5 @@ def _remote_exception(error: BaseException) -> RemoteException:
 def make(setup: LaneSetup) -> TorchRpcLane:
     """See registry.Lane.make. The process's agent must be running."""
     timeout_s = setup.config.rpc_timeout_s
-    return TorchRpcLane(setup.member, process_agent(), setup.devices, setup.device_maps, timeout_s)
+    generation = setup.credentials.generation
+    return TorchRpcLane(setup.member, process_agent(), setup.devices, setup.device_maps, timeout_s, generation)

@@ -219,6 +219,7 @@ class Queue(Consumer, Channel):
         maxsize: int = 1024,
         max_bytes: int | None = None,
         producers: int = 1,
+        group: str | None = None,
     ) -> None:
         """Refer to the queue of this name, and create it if its home has none.
 
@@ -232,13 +233,16 @@ class Queue(Consumer, Channel):
             max_bytes: most bytes that may wait. None: a quarter of the memory that the home may use. A larger message
                 is accepted when nothing else waits.
             producers: how many calls of ``close`` end the stream, one for each producer.
+            group: the name of the group that has the home, for a process in several groups. None: that of the call
+                that this thread serves, or the only one that has the home.
 
         Raises:
             ConfigurationError: invalid settings, or settings that differ from the existing queue's (at the home; any
                 other process gets this when it first uses the handle).
         """
         most = None if max_bytes is None else checked_count("max_bytes", max_bytes)
-        super().__init__(name, home, (checked_count("maxsize", maxsize), most, checked_count("producers", producers)))
+        settings = checked_count("maxsize", maxsize), most, checked_count("producers", producers)
+        super().__init__(name, home, settings, group)
 
     @property
     def maxsize(self) -> int:
@@ -327,15 +331,16 @@ class Topic(Channel):
     #: An empty buffer takes all of a message, however small it is.
     _message_length = 64
 
-    def __init__(self, name: str, *, home: Any = None, publishers: int = 1) -> None:
+    def __init__(self, name: str, *, home: Any = None, publishers: int = 1, group: str | None = None) -> None:
         """Refer to the topic of this name, and create it if its home has none; see ``Queue``.
 
         Args:
             name: identifies the topic in its home.
             home: as for ``Queue``.
             publishers: how many calls of ``close`` end the stream, one for each publisher.
+            group: as for ``Queue``.
         """
-        super().__init__(name, home, (checked_count("publishers", publishers),))
+        super().__init__(name, home, (checked_count("publishers", publishers),), group)
 
     def publish(self, item: Any, timeout: float | None = None) -> None:
         """Deliver an item to all subscribers; without subscribers it is dropped.

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.member import LocalMember, current
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
@@ -99,6 +99,7 @@ def read(
     lease: Lease | None = None,
     last: bool = True,
     timeout: float | None = None,
+    group: str | None = None,
 ) -> Read:
     """Read rows of another member's ``Region`` into tensors of this process, on a thread and a CUDA stream of its own.
 
@@ -115,6 +116,7 @@ def read(
         lease: from ``Region.lease`` at the owner, with all of ``rows``. The read ends it.
         last: whether the read ends the lease; pass False if others under it follow.
         timeout: seconds for all of the read; None: ``GroupConfig.rpc_timeout_s``.
+        group: the group that has the member, as for ``rpc_sync``. None: that of the lease, if there is one.
 
     Raises ConfigurationError for arguments that cannot be right; all else is raised by ``Read.wait``.
 
@@ -126,7 +128,8 @@ def read(
         tensor(8.)
         >>> region.close()
     """
-    local, seconds = run(begin(timeout))
+    group = lease._generation if lease is not None and group is None else group
+    local, seconds = run(begin(timeout, member if current.members else None, group))
     owner, label = local.peers.route(member).member, f"region {name!r}"
     targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
     if any(not isinstance(tensor, torch.Tensor) for tensor in targets.values()):

@@ -76,17 +76,25 @@ class Region:
         >>> region.close()
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor], *, dim: int = 0):
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+        *,
+        dim: int = 0,
+        group: str | None = None,
+    ):
         """
         Args:
             name: not that of another region of this process.
             tensors: by name, or in a sequence, where their positions are their names. Dense, with any strides, on the
                 CPU or a GPU. They may have different dtypes and shapes, but the same number of rows.
             dim: the dimension that rows index, of every tensor.
+            group: whose members may read it, for a process in several groups; see ``raytorchrpc.current_member``.
 
         Raises ConfigurationError; NotAMember outside a group.
         """
-        local = process_member()
+        local = process_member(group=group)
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a region needs a name, not {given!r}")
@@ -164,10 +172,14 @@ class Lease:
     _ended: str | None = None
     _cancel_deadline: Callable[[], None] = staticmethod(nothing)
 
-    def __init__(self, member: str, region: str, instance_id: int, number: int, rows: numpy.ndarray) -> None:
+    def __init__(
+        self, member: str, region: str, instance_id: int, number: int, rows: numpy.ndarray, generation: str
+    ) -> None:
+        """``generation``: of the group."""
         self.member, self.region, self.rows = member, region, rows
         """The owner's name, the region's, and the rows (an array, int64)."""
         self._address, self._number = (KIND, region, instance_id), number
+        self._generation = generation
 
     def done(self) -> bool:
         """Whether it has ended, so that the owner may write to the rows. Only in the owner."""
@@ -195,9 +207,10 @@ class Lease:
         if self._exposed is not None:
             self._exposed.end(self, "released")
             return
+        local = process_member(group=self._generation)
         with suppress(RayTorchRpcError):
             args = (*self._address, self._number, True, True)
-            process_member().outgoing.call(self.member, CONFIRM, args, {}, CallOptions(retry=0))
+            local.outgoing.call(self.member, CONFIRM, args, {}, CallOptions(retry=0))
 
     def __enter__(self) -> Lease:
         return self
@@ -206,7 +219,7 @@ class Lease:
         self.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Lease, (self.member, self.region, self._address[2], self._number, self.rows)
+        return Lease, (self.member, self.region, self._address[2], self._number, self.rows, self._generation)
 
 
 class _Waits(NamedTuple):
@@ -247,7 +260,7 @@ class ExposedRegion:
         self.local.services.find(KIND, self.name, self.instance_id, me)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
             finish_stream(device)
-        lease = Lease(me, self.name, self.instance_id, next(self._numbers), checked)
+        lease = Lease(me, self.name, self.instance_id, next(self._numbers), checked, self.local.generation)
         lease._exposed, lease._reads = self, reads
         lease._reader = member = None if reader is None else self.local.peers.route(reader).member
         with self.changed:

@@ -18,7 +18,7 @@ from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
+from raytorchrpc.patterns.handle import Handle, Steps, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft
@@ -272,7 +272,8 @@ class Shards(Handle):
 def shards_of_publisher(store: Handle, publisher: str, instance: int | None) -> Shards:
     """The handle of one publisher's shards of a store. ``instance`` None: of its present process."""
     name = shards_name(store.name, store._instance_id)
-    return Shards._restore(name, publisher, (*store._settings[:2], store.home), instance)
+    group = store._generation, store._group
+    return Shards._restore(name, publisher, (*store._settings[:2], store.home), instance, *group)
 
 
 def publishers_of(store: Handle) -> tuple[str, ...] | None:
@@ -314,7 +315,7 @@ def stage(
 
     Returns what this member has of the store, the new version there, and what the coordinator knows this process by.
     """
-    local, wait_s = yield from begin(timeout)
+    local, wait_s = yield from store._begin(timeout)
     if local.me.name not in publishers:
         raise ConfigurationError(
             f"{store.kind} {store.name!r} is published by {', '.join(publishers)}, not by {local.me.name!r}"
@@ -348,18 +349,18 @@ def stage(
 
 def end_loan(store: Handle, me: Publisher, version: int, wait_s: float, at_once: bool) -> Steps[None]:
     """Wait until the other publishers of a loan have ended their blocks, too. Raises RpcTimeout and PeerLost."""
-    local, _ = yield from begin(wait_s)
+    local, _ = yield from store._begin(wait_s)
     yield from store._request(local, END_LOAN, (*store._address, me, version, wait_s, at_once), wait_s)
 
 
-def names_of(members: Any, home: Any) -> tuple[str, ...]:
+def names_of(members: Any, home: Any, group: str | None = None) -> tuple[str, ...]:
     """The names of publishers, sorted: any order is the same store. Raises ConfigurationError."""
     if home is not None:
         raise ConfigurationError("pass home= or publishers=, not both: the first publisher by name is the home")
     members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names
     if isinstance(members, str) or not members:
         raise ConfigurationError(f"publishers= is a list of members, such as ['left', 'right'], not {members!r}")
-    names = [member_name(member, "publishers") for member in members]
+    names = [member_name(member, "publishers", group) for member in members]
     if len(set(names)) < len(names):
         raise ConfigurationError(f"publishers= names a member twice: {', '.join(names)}")
     return tuple(sorted(names))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.counters import PullCounter, StoreKey, WeightStats
-from raytorchrpc.calls.member import LocalMember, process_member
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.calls.scope import keep_admission, refuse_on_loop
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
@@ -121,6 +121,7 @@ class WeightStore(Handle):
         publishers: Any = None,
         keep: int = 1,
         track: bool = False,
+        group: str | None = None,
     ) -> None:
         """Refer to the store of this name, and create it if its home has none; see ``Queue``. Only the home publishes.
 
@@ -134,12 +135,13 @@ class WeightStore(Handle):
                 ``publish`` then compares each tensor bit for bit with the version before, and copies only those that
                 differ. It sees every change, however the tensor was written. If few elements of a tensor differ, and
                 readers profit, it keeps these as a delta, which readers of the version before pull instead.
+            group: see ``Queue``.
         """
         settings: tuple[Any, ...] = (checked_count("keep", keep), bool(track))
         if publishers is not None:
-            names = names_of(publishers, home)
+            names = names_of(publishers, home, group)
             home, settings = names[0], (*settings, names)
-        super().__init__(name, home, settings)
+        super().__init__(name, home, settings, group)
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
@@ -202,7 +204,7 @@ class WeightStore(Handle):
         A home retires the version that it keeps no longer before it copies, for its memory. Meanwhile ``version`` still
         returns its number, and a pull without a version waits. If the copy fails, as without memory, it is gone.
         """
-        local = process_member()
+        local = self._membership()
         if self._publishers is not None:
             instead = "`await asyncio.to_thread(store.publish, model)`"
             refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
@@ -261,7 +263,7 @@ class WeightStore(Handle):
             >>> with store.lend(model) as version:
             ...     ray.get([engine.update.remote(version) for engine in engines])  # each one pulls it
         """
-        local = process_member()
+        local = self._membership()
         run(self._begin(timeout))  # which checks it
         refuse_on_loop(f"lending weights by {self.kind} {self._name!r}", "`await asyncio.to_thread(...)`")
         if are_pairs(model):
@@ -542,7 +544,7 @@ class WeightStore(Handle):
 
         Raises ConfigurationError elsewhere, and for a store with ``publishers``.
         """
-        local = process_member()
+        local = self._membership()
         if self._publishers is not None:
             raise ConfigurationError(f"clear is for whole tensors of one home; {self._name!r} has several publishers")
         self._at_home(local).clear()
@@ -554,5 +556,5 @@ class WeightStore(Handle):
         that others have pulled from here (``readers``, by member) and that came here (``sources``, by member), also
         through shared memory; version and bytes of the last pull and publish. See its docstring for all fields.
         """
-        local = process_member()
+        local = self._membership()
         return local.weights.row(local.me.name, self._key)

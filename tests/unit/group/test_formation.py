@@ -16,6 +16,7 @@ from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import formation, join, ray_calls
+from raytorchrpc.group.messages import GroupOf
 from raytorchrpc.group.roster import Roster
 from tests.unit import clusters
 from tests.unit.group.test_roster import prepared_of, probes_of
@@ -43,8 +44,8 @@ class Actors:
         probes = {name: probe._replace(pid=self.pids[name]) for name, probe in probes_of(self.cluster).items()}
         results: dict[str, Any] = dict.fromkeys(arguments)
         if function is join.probe:
-            taken = {"group": "g", "generation": self.generation, "owner": Owner("job", None)}
-            results = {**probes, "learner": probes["learner"]._replace(**taken)} if self.generation else probes
+            taken = (GroupOf("g", self.generation or "", Owner("job", None)),)
+            results = {**probes, "learner": probes["learner"]._replace(groups=taken)} if self.generation else probes
         if function is join.prepare:
             roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
             results = prepared_of(roster.admit(dict.fromkeys(NAMES), probes))
@@ -109,7 +110,7 @@ def test_an_actor_that_the_others_cannot_reach_is_named(actors: Actors) -> None:
 
 def test_a_process_that_joined_when_the_attempt_was_given_up_joins_again(actors: Actors) -> None:
     roster = actors.form(of_this_group=True)
-    assert roster.spec("learner", "attempt").replaces == roster.generation
+    assert roster.spec("learner", "attempt").replaces == (roster.generation,)
 
 
 def test_a_member_that_has_not_left_a_group_that_this_process_has_ended_is_taken(
@@ -117,7 +118,7 @@ def test_a_member_that_has_not_left_a_group_that_this_process_has_ended_is_taken
 ) -> None:
     actors.generation = "ended here"
     monkeypatch.setattr(ray_calls, "ended_here", ["ended here"])
-    assert actors.form().spec("learner", "attempt").replaces == "ended here"
+    assert actors.form().spec("learner", "attempt").replaces == ("ended here",)
 
 
 def test_a_member_of_another_group_is_refused(actors: Actors) -> None:

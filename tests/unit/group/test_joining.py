@@ -28,7 +28,7 @@ class Local:
 
     def __init__(self, group: str, members: tuple[Member, ...]) -> None:
         self.group, self.peers = group, SimpleNamespace(members=members)
-        self.peers.member = lambda target: find(target, by_key(members), str)
+        self.peers.known = lambda target: find(target, by_key(members))
 
     def leave(self) -> None:
         pass
@@ -58,7 +58,10 @@ class Host:
         self.supervision, self.connection = Supervision(), Completion()
         self.supervision.begin(self.connection)
         local: Any = Local(self.last_info.name, self.last_info.members)
-        join._clients[self.last_info.name] = SimpleNamespace(local=local, supervision=self.supervision)  # type: ignore[assignment]
+        spec: Any = SimpleNamespace(generation=self.last_info.name)
+        made: Any = SimpleNamespace(local=local, spec=spec, supervision=self.supervision, vouch=None)
+        made.is_client = made.has_joined = True
+        join._memberships[spec.generation] = made
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnGroups]:
     monkeypatch.setattr(ray_internals, "session_check", lambda: lambda: True)
     monkeypatch.setattr(joining, "become_client", lambda admit, generation, until: admit(None))
     monkeypatch.setattr(joining.Client, "watch", lambda self, local, member, until: None)
-    monkeypatch.setattr(join, "_clients", {})
+    monkeypatch.setattr(join, "_memberships", {})
     yield OwnGroups()
     gc.collect()  # no client is left that a later fork finds
 
@@ -115,7 +118,7 @@ def test_a_client_that_the_group_sent_off_joins_again(groups: OwnGroups) -> None
     host = Host("g", "a")
     add(groups, host)
     assert group_of(groups, "a") == group_of(groups, "a") == "g" and host.asked == 1
-    join.leave_client("g")
+    join.leave(None, "g")
     assert group_of(groups, "a") == "g" and host.asked == 2
 
 
@@ -219,7 +222,8 @@ def test_a_member_is_found_in_the_group_that_is_known_to_have_it(groups: OwnGrou
     assert group_of(groups, "a", "first") == "first" and group_of(groups, "a", "second") == "second"
     assert groups.name_of(1) == "b" and groups.name_of(0) == "a" and groups.name_of("c") is None
     with pytest.raises(rtr.ConfigurationError, match="groups 'first' and 'second' have a member 'a'"):
-        group_of(groups, "a", "a group that is over")
+        group_of(groups, "a")
+    assert groups.may_have("a", "second") and not groups.may_have("a", "a group that is over")
 
 
 def test_a_child_forked_before_the_first_use_is_refused(groups: OwnGroups, monkeypatch: pytest.MonkeyPatch) -> None:

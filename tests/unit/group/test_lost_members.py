@@ -72,7 +72,7 @@ class Actor:
 
     @property
     def process(self) -> Process:
-        return Process("abc", self.pid, "node")
+        return Process("1", "abc", self.pid, "node")
 
     def listen(self) -> None:
         lane = SocketLane("restarted", self.restarts._credentials, tcp_host=None, by_tcp=frozenset())

@@ -22,7 +22,7 @@ CLIENT = 1 << 32
 
 def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
     return {
-        name: Probe(endpoint, f"node-{endpoint.boot_id}", 1000 * life + rank, None, None, None, None, None)
+        name: Probe(endpoint, f"node-{endpoint.boot_id}", 1000 * life + rank, (), None, None)
         for rank, (name, endpoint) in enumerate(cluster.items())
     }
 

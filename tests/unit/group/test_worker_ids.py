@@ -20,7 +20,7 @@ from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentIdentity
 
 def probe(worker_id: int | None = None, highest: int = -1, autograd_id: int | None = None) -> Probe:
     agent = None if worker_id is None else AgentIdentity("name", worker_id, max(worker_id, highest))
-    return Probe(None, "node", 1, None, None, None, agent, autograd_id)  # type: ignore[arg-type]
+    return Probe(None, "node", 1, (), agent, autograd_id)  # type: ignore[arg-type]
 
 
 def chosen(

@@ -37,10 +37,15 @@ class Groups:
         assert group in (None, GENERATION)
         return self.local
 
-    def name_of(self, target: Any) -> str:
+    def may_have(self, target: Any, group: str | None = None) -> bool:
+        return group in (None, GENERATION)
+
+    def name_of(self, target: Any, group: str | None = None) -> str:
         return self.local.peers.route(target).member.name
 
-    def everywhere(self, timeout_s: float | None = None) -> tuple[list[LocalMember], list[Exception]]:
+    def everywhere(
+        self, timeout_s: float | None = None, group: str | None = None
+    ) -> tuple[list[LocalMember], list[Exception]]:
         return [self.local], []
 
 
