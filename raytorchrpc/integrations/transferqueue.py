@@ -15,7 +15,6 @@ import mmap
 import os
 import pickle
 import sys
-import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +29,10 @@ import raytorchrpc as rtr
 from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.integrations.versions import adapted_to
 from raytorchrpc.lanes.base import Copies
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.process.threads import in_thread
+from raytorchrpc.tensors.host_device_copy import copy_into
 from raytorchrpc.text import size_in_bytes
 
 with adapted_to("TransferQueue"):
@@ -209,7 +210,7 @@ class Batch:
                 for position, row in zip(positions, rows, strict=True):
                     self._rows[position] = pickle.loads(row) if type(row) is Pickled else row
             elif not _is_run(positions):
-                torch._foreach_copy_([self._rows[position] for position in positions], target.split(piece.lengths))
+                copy_into([self._rows[position] for position in positions], target.split(piece.lengths))
         return AsyncSimpleStorageManager._pack_field_values(self._rows) if self._packed is None else self._packed
 
 
@@ -248,7 +249,7 @@ class Unit:
         self._columns = defaultdict[str, dict[int, tuple[Block, int]]](dict)
         """By field and index: the block, and which row of it."""
         self._indexes, self._held = set[int](), 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     @rtr.method(concurrent=True, retry=_RETRY)
     def put(self, parts: list[tuple[list[int], dict[str, Block]]]) -> str:
@@ -385,13 +386,13 @@ class Participant:
     """This process in the group of a storage, and the rows on GPUs that it has put. Thread-safe."""
 
     of_generation: ClassVar[dict[str, Participant]] = {}
-    lock = threading.Lock()
+    lock = Lock()
 
     def __init__(self) -> None:
         self.users = 0
         self.name = f"client.{os.getpid()}.{os.urandom(2).hex()}"
         self._group: rtr.Group | None = None
-        self._joining = threading.Lock()
+        self._joining = Lock()
         self._numbers = itertools.count()
         self._lent: dict[int, tuple[Block, str]] = {}
         """By number: a block, and the unit that knows of it."""

@@ -81,7 +81,13 @@ def imports(file: str) -> set[str]:
 
 
 #: What a package of raytorchrpc/integrations itself requires.
-BROUGHT = {"torchrl": {"tensordict"}, "transferqueue": {"transfer_queue", "tensordict", "omegaconf"}}
+BROUGHT = {
+    "torchrl": {"tensordict"},
+    "trl": {"accelerate"},
+    "vllm": {"safetensors"},
+    "adapters": {"peft"},
+    "transferqueue": {"transfer_queue", "tensordict", "omegaconf"},
+}
 
 
 def plugged_into(file: str) -> set[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from weakref import WeakKeyDictionary
 
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull_plan import PullPlan, SourceCopies
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options
@@ -12,7 +14,7 @@ from raytorchrpc.process.locks import Lock
 
 #: How many plans a memory has, of the last pulls of different models, or with different options.
 _MOST_PLANS = 4
-#: For how many stores a process remembers plans, the last ones.
+#: For how many stores a member remembers plans, the last ones.
 _MOST_STORES = 32
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024
@@ -72,15 +74,16 @@ class PullMemory:
         self.plans = (plan, *[known for known in self.plans if known is not plan][: _MOST_PLANS - 1])
 
 
-_memories: OrderedDict[Hashable, PullMemory] = OrderedDict()
+_memories: WeakKeyDictionary[LocalMember, OrderedDict[Hashable, PullMemory]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def memory_of(store: Hashable) -> PullMemory:
-    """This process's memory for a store. A handle that comes as an argument of each call would forget its own."""
+def memory_of(local: LocalMember, store: Hashable) -> PullMemory:
+    """This member's memory for a store. A handle that comes as an argument of each call would forget its own."""
     with _lock:
-        memory = _memories.setdefault(store, PullMemory())
-        _memories.move_to_end(store)
-        if len(_memories) > _MOST_STORES:
-            _memories.popitem(last=False)
+        memories = _memories.setdefault(local, OrderedDict())
+        memory = memories.setdefault(store, PullMemory())
+        memories.move_to_end(store)
+        if len(memories) > _MOST_STORES:
+            memories.popitem(last=False)
         return memory

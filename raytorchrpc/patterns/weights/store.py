@@ -145,7 +145,8 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._memory, self._twins = memory_of(state[:3]), Twins()
+        self._memory: PullMemory | None = None  # None: the member's
+        self._twins = Twins()
         self._publishers = publishers_of(self)
 
     def __copy__(self) -> WeightStore:
@@ -425,6 +426,7 @@ class WeightStore(Handle):
         options: Options,
     ) -> int:
         instance_id, failures = self._instance_id or 0, _pulled.failures
+        memory = self._memory or memory_of(local, (self._name, self._home, self._settings))
         if since is not None and not self._has_pulled(since, options):
             since = None
         # Weights have no history, whatever autograd context asks for them.
@@ -432,7 +434,7 @@ class WeightStore(Handle):
         no_history = torch_internals.autograd_context(torch_internals.NO_CONTEXT)
         with no_history, pulling(local, self._key) as counter, keep_admission() as lending:
             requests = Requests(local, until, counter)
-            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait)
+            pull = ModelPull(requests, self, memory, model, options, lending, self.wait)
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:
