@@ -494,7 +494,8 @@ class WeightStore(Handle):
         return await threads.in_thread(self.pull, model, version, **options)
 
     def _names_pulled(self) -> set[str]:
-        """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
+        """The names of the model's tensors that the last pull of this copy brought, if it was not ``strict``."""
+        assert self._memory is not None
         return {name for plan in self._memory.plans[:1] for name in plan.names}
 
     def prefetch(
