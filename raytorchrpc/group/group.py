@@ -112,7 +112,7 @@ class Group:
         return _Members(self._info.members)
 
     def member(self, target: Any) -> Member:
-        """The member that an actor handle, a name, a rank or a Member stands for. Raises NotAMember."""
+        """The member that ``target`` (an actor handle, a name, a rank or a Member) stands for. Raises NotAMember."""
         members = self.members
         names = ((member.rank, member.name) for member in members)
         return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))

@@ -474,4 +474,5 @@ def close_tensors() -> None:
     if (carrier := tensors().carrier) is not None:
         carrier.close()
         process_agent().rest()
+        process_guard().stop(iter)
     _tensors = None

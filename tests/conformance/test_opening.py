@@ -30,10 +30,11 @@ def test_lanes_that_opened_before_another_failed_keep_their_addresses(monkeypatc
     )
     with Members(GroupConfig()) as members:
         local = members.members["a"]
+        membership: Any = SimpleNamespace(spec=spec, local=local, no_agent="")
         first, second = dict[str, Any](), dict[str, Any]()
         with pytest.raises(LaneUnavailable, match="a fault"):
-            join.open_lanes(spec, settings, local, first)
-        join.open_lanes(spec, settings, local, second)
+            join._open_lanes(membership, settings, first)
+        join._open_lanes(membership, settings, second)
         assert [lane.name for lane in local.lanes] == ["socket", "nng"]
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect("\0" + first["socket"].unix)

@@ -43,14 +43,15 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     monkeypatch.setattr(tickets, "record_of", lambda generation: record)
     config, me = SimpleNamespace(across_users=False), SimpleNamespace(name="parent")
     local: Any = SimpleNamespace(config=config, generation="g", me=me, at_end=[])
-    Parent(local, b"secret").start()
+    Parent().serve(local, b"secret")
     yield local.at_end
     for end in local.at_end:
         end()
 
 
 def get(patience_s: float = 30.0) -> Ticket | None:
-    return tickets._ticket_from(os.getpid(), time.monotonic() + patience_s)
+    handed = tickets._tickets_from(os.getpid(), time.monotonic() + patience_s)
+    return handed[0] if handed else None
 
 
 @contextlib.contextmanager
@@ -81,7 +82,7 @@ def test_a_process_joins_one_group_after_another(
     local: Any = SimpleNamespace(generation="h", me=SimpleNamespace(name="again"), at_end=parent)
     for _ in range(50):
         parent.pop()()
-        Parent(local, b"secret").start()
+        Parent().serve(local, b"secret")
     assert not [record for record in caplog.records if record.name == tickets.__name__]
 
 

@@ -286,7 +286,7 @@ def rpc_async(
 
 @takes_timeout
 def remote(target: Target, *, timeout: float | None = None, group: str | None = None) -> Any:
-    """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once.
+    """Like ``rpc_async``, also as to ``group``, but leave the result on the target and return torch's ``RRef`` at once.
 
     Examples:
         >>> rref = rtr.remote("learner").double(21)
