@@ -77,7 +77,7 @@ test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 test-integrations: $(ENGINES:%=test-integration-%) ## run the tests with real packages of others, such as vLLM
 
 test-integration-%: $(VENV_INTEGRATIONS)/%$(RELEASES)/.installed
-	@$(<D)/bin/python -m pytest tests/integrations/test_$*.py $(ARGS)
+	@$(<D)/bin/python -m pytest -p no:asyncio tests/integrations/test_$*.py $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
