@@ -33,7 +33,7 @@ EXTRAS_OF_ENV := atari,bench,data,demo,llm,tls
 TORCH := $(shell grep '^torch==' constraints.txt)
 RAY   := $(shell grep '^ray==' constraints.txt)
 
-# The packages that raytorchrpc plugs into, each tried in an environment of its own by tests/integrations/test_NAME.py:
+# The packages that raytorchrpc plugs into, each tried in an environment of its own by tests/integrations/test_NAME*.py:
 # what pip installs there, with a plus what it installs without the packages that it needs, as tests only read it, and
 # with a minus what it removes again. Another one needs a line here and that file.
 INTEGRATION_sglang := +sglang==0.5.23
@@ -77,7 +77,8 @@ test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 test-integrations: $(ENGINES:%=test-integration-%) ## run the tests with real packages of others, such as vLLM
 
 test-integration-%: $(VENV_INTEGRATIONS)/%$(RELEASES)/.installed
-	@$(<D)/bin/python -m pytest -p no:asyncio tests/integrations/test_$*.py $(ARGS)
+	@$(<D)/bin/python -m pytest -p no:asyncio $(wildcard tests/integrations/test_$*.py tests/integrations/test_$*_*.py) \
+	  $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

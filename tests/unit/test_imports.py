@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decorator": {"calls", "rdt"},
     "integrations": {
         *("__init__", "process.threads", "process.this_process", "group.tickets", "calls.receive_into", "lanes.base"),
-        *("process.locks", "tensors.host_device_copy", "text"),
+        *("process.locks", "process.workers", "tensors.host_device_copy", "text"),
     },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
@@ -64,12 +64,13 @@ PUBLIC |= {
     f"integrations.{package}"
     for package in (
         "adapters",
+        "kv_handover",
         "sglang",
         "torchrl",
         "transferqueue",
         "trl",
         "verl",
-        *("vllm", "vllm.adapters", "vllm.engine", "vllm.trainer"),
+        *("vllm", "vllm.adapters", "vllm.engine", "vllm.kv", "vllm.trainer"),
     )
 }
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
