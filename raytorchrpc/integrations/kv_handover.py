@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,9 +22,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.group.tickets import ancestors
+from raytorchrpc.group.tickets import ancestors, find_ticket
 from raytorchrpc.integrations.engines import check_fields
-from raytorchrpc.process import locks
+from raytorchrpc.process import locks, threads
 from raytorchrpc.process.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ _REMOTE_PREFILL, _REMOTE_DECODE, _BLOCKS, _OURS = (
 _READS = 16
 #: How long a step without computation waits for a read to end, and a reader for a worker's next step (seconds).
 _IDLE_S, _STEP_S = 0.002, 20.0
+#: How often a process looks whether its group has ended (seconds).
+_WATCH_S = 10.0
 #: Of the actors that supervise groups, in Ray.
 _NAMESPACE = "raytorchrpc.kv"
 
@@ -241,11 +244,18 @@ class _Hold:
 class Holds:
     """Blocks that are not freed until they are read, their time is over, or their reader is lost. Thread-safe."""
 
-    def __init__(self, region: rtr.Region, seconds: float) -> None:
-        self.region, self._seconds = region, seconds
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], group: str, seconds: float) -> None:
+        """See ``Region``. ``seconds``: for which blocks are held that nobody reads."""
+        self._expose, self._seconds = partial(rtr.Region, name, tensors, group=group), seconds
+        self.region = self._expose()
         self._held: dict[int, _Hold] = {}
         self._newest = 0
         self._changed = locks.condition()
+
+    def expose_again(self) -> None:
+        """This process is in another group of the name: the leases of the earlier one have ended."""
+        with self._changed:
+            self.region = self._expose()
 
     def add(self, number: int, request_id: str, rows: list[int]) -> None:
         """Hold blocks from now on. Numbers ascend."""
@@ -405,9 +415,10 @@ class Peer:
     _here: ClassVar[dict[str, Peer]] = {}
     _joining: ClassVar[Any] = locks.Lock()
 
-    def __init__(self, group: str) -> None:
-        self.group, self.name = group, f"kv.{os.getpid()}.{os.urandom(4).hex()}"
+    def __init__(self, group: str, timeout: float) -> None:
+        self.group, self.name, self._timeout = group, f"kv.{os.getpid()}.{os.urandom(4).hex()}", timeout
         self._joined: rtr.Group | None = None
+        self._has_left = threading.Event()
         self.holds: dict[str, Holds | None] = {}
         """Of each worker, by region."""
 
@@ -415,9 +426,10 @@ class Peer:
     def join(cls, group: str, region: str, timeout: float) -> Peer:
         """Join the group for a worker, unless this process has. Blocks. Raises NotAMember, BootstrapError."""
         with cls._joining:
-            peer = cls._here.get(group) or cls(group)
-            if peer._joined is None:
+            if (peer := cls._here.get(group)) is None:
+                peer = cls(group, timeout)
                 peer._joined = _join(group, peer, timeout)
+                threads.start(peer._watch, name="raytorchrpc-kv-group")
                 cls._here[group] = peer
             peer.holds[region] = None
             return peer
@@ -429,8 +441,33 @@ class Peer:
                 holds.region.close()
             if not self.holds and self._joined is not None:
                 self._here.pop(self.group, None)
+                self._has_left.set()
                 joined, self._joined = self._joined, None
                 joined.leave()
+
+    def _watch(self) -> None:
+        while not self._has_left.wait(_WATCH_S):
+            try:
+                self._follow()
+            except Exception as error:
+                logger.warning("group %r of KV caches has ended, and is not there again yet: %s", self.group, error)
+
+    def _follow(self) -> None:
+        """Move to the group that has the name now, if the one of this process has lost its supervisor."""
+        with self._joining:
+            if self._joined is None or self._is_current(self._joined.generation):
+                return
+            self._joined.leave()
+            self._joined = _join(self.group, self, self._timeout)
+            for holds in filter(None, self.holds.values()):
+                holds.expose_again()
+
+    def _is_current(self, generation: str) -> bool:
+        try:
+            ticket = find_ticket(self.group, time.monotonic() + self._timeout)
+        except rtr.NotAMember:
+            return False
+        return ticket.record.credentials.generation == generation
 
     @rtr.method(concurrent=True)
     def take(self, region: str, *args: Any) -> rtr.Lease:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import raytorchrpc as rtr
 from raytorchrpc.integrations.kv_handover import (
     Holds,
     Ledger,
@@ -35,7 +34,7 @@ class Rank:
         self.layers = {f"layer {layer}": torch.zeros(BLOCKS, len(heads), TOKENS, 8) for layer in range(LAYERS)}
         peer = Peer.join(group, region, LONG)
         tensors = self.layers | dict(by_head(self.layers, heads))
-        self.holds = Holds(rtr.Region(region, tensors, group=group), hold_s)
+        self.holds = Holds(region, tensors, group, hold_s)
         peer.holds[region] = self.holds
         self.source = Source(peer.name, region)
         self.reader = Reader(peer, [self.layers], rank, size, HEADS, timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -119,3 +120,21 @@ def test_engines_that_are_killed(spawn: Spawn, kills: int) -> None:
     alive = [*prefills, *decodes]
     assert wait_until(lambda: ray.get([each.left.remote() for each in alive]) == [(0, 0)] * 4, LONG)
     print(f"{kills} kills: {dict(traffic.outcomes)}")
+
+
+@pytest.mark.slow
+def test_a_group_whose_supervisor_dies_is_formed_again(spawn: Spawn) -> None:
+    """All engines move to it by themselves; until then, prompts are computed."""
+    prefill, decode = engine(spawn, "host"), engine(spawn, "host", 1, LONG, 1.0)
+    seeds = itertools.count(1)
+
+    def outcome(prefill: Any = prefill) -> str:
+        seed = next(seeds)
+        parameters = ray.get(prefill.prefill.remote(f"r{seed}", seed, 20), timeout=LONG)
+        return str(ray.get(decode.decode.remote(f"r{seed}", seed, 20, parameters), timeout=LONG))
+
+    assert outcome() == "read"
+    ray.kill(ray.get_actor("host", namespace="raytorchrpc.kv"), no_restart=False)
+    late = engine(spawn, "host")
+    for each in (prefill, late):
+        assert wait_until(lambda each=each: outcome(each) == "read", LONG)

@@ -177,7 +177,7 @@ class _Worker:
             tensors = {name: tensor for group in groups for name, tensor in group.items()}
             if heads > 1:
                 tensors |= dict(by_head(tensors, heads_of(tp.rank_in_group, tp.world_size, heads)))
-            self._holds = Holds(rtr.Region(region, tensors, group=settings.group), settings.hold_s)
+            self._holds = Holds(region, tensors, settings.group, settings.hold_s)
             peer.holds[region] = self._holds
         self._reader = Reader(peer, groups, tp.rank_in_group, tp.world_size, heads, settings.timeout_s)
 

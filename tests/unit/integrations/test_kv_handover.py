@@ -143,7 +143,7 @@ def members() -> Iterator[Members]:
 
 def holds(members: Members, seconds: float = LONG) -> Holds:
     with members.acting("home"):
-        return Holds(rtr.Region("cache", [torch.zeros(8, 2)]), seconds)
+        return Holds("cache", {"layer": torch.zeros(8, 2)}, "group", seconds)
 
 
 def test_blocks_are_held_until_all_readers_have_read(members: Members) -> None:
