@@ -100,6 +100,12 @@ def reads_of(sources: int, readers: int, heads: int) -> list[dict[int, list[int]
     return plan
 
 
+def _settle(read: rtr.Read) -> None:
+    """Wait until a read writes no more. Before, its blocks must not be given to another request."""
+    with suppress(rtr.RayTorchRpcError):
+        read.wait()
+
+
 def by_head(tensors: Mapping[str, torch.Tensor], heads: range) -> Iterator[tuple[str, torch.Tensor]]:
     """Views of each head of layers that are (blocks, ..., heads, tokens, width), as LAYER:HEAD."""
     for name, tensor in tensors.items():
@@ -249,7 +255,7 @@ class Holds:
         self._expose, self._seconds = partial(rtr.Region, name, tensors, group=group), seconds
         self.region = self._expose()
         self._held: dict[int, _Hold] = {}
-        self._newest = 0
+        self._newest, self._dropped = 0, set[int]()
         self._changed = locks.condition()
 
     def expose_again(self) -> None:
@@ -260,8 +266,11 @@ class Holds:
     def add(self, number: int, request_id: str, rows: list[int]) -> None:
         """Hold blocks from now on. Numbers ascend."""
         with self._changed:
-            self._held[number] = _Hold(request_id, rows, time.monotonic() + self._seconds)
+            hold = self._held[number] = _Hold(request_id, rows, time.monotonic() + self._seconds)
             self._newest = number
+            if number in self._dropped:
+                self._dropped.remove(number)
+                hold.readers = 0
             self._changed.notify_all()
 
     def take(self, number: int, reader: str, readers: int, reads: int, timeout: float = _STEP_S) -> rtr.Lease:
@@ -278,9 +287,11 @@ class Holds:
             return lease
 
     def drop(self, number: int) -> None:
-        """Nobody will read these blocks, or nobody else."""
+        """Nobody will read these blocks, or nobody else; also before they are held."""
         with self._changed:
-            if (hold := self._held.get(number)) is not None:
+            if number > self._newest:
+                self._dropped.add(number)
+            elif (hold := self._held.get(number)) is not None:
                 hold.readers = 0
 
     def ended(self) -> set[str]:
@@ -392,6 +403,7 @@ class Reader:
                     options = {"lease": lease, "timeout": max(0.001, until - time.monotonic())}
                     read = partial(rtr.read, source.member, source.region, group=self._peer.group, **options)
                     reads.append(read(rows=rows[group][0], into=into, at=at))
+                    undo.callback(_settle, reads[-1])
             for each in reads:
                 each.wait()
             undo.pop_all()

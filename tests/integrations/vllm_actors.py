@@ -52,10 +52,9 @@ def save_config(folder: Path, hidden: int = 64, layers: int = 2, dtype: str = "f
         num_hidden_layers=layers,
         num_attention_heads=max(2, hidden // 32),
         num_key_value_heads=max(2, hidden // 64),
-        max_position_embeddings=256,
         architectures=["LlamaForCausalLM"],
         dtype=dtype,
-        **{"vocab_size": 320, "tie_word_embeddings": False, **options},
+        **{"vocab_size": 320, "tie_word_embeddings": False, "max_position_embeddings": 256, **options},
     )
     config.save_pretrained(folder)
     return str(folder)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.kv_handover import Holds, Ledger, Prompt, Settings, Source, by_head, heads_of, reads_of
+from raytorchrpc.integrations.kv_handover import (
+    Holds,
+    Ledger,
+    Load,
+    Prompt,
+    Reader,
+    Settings,
+    Source,
+    by_head,
+    heads_of,
+    reads_of,
+)
 from tests.polling import wait_until
 from tests.unit.members import Members
 
@@ -178,9 +191,43 @@ def test_blocks_are_not_freed_under_a_reader(members: Members) -> None:
     assert made.ended() == {"r"}
 
 
+def test_a_prompt_may_be_dropped_before_it_is_held(members: Members) -> None:
+    made = holds(members)
+    made.drop(2)
+    for number in (1, 2):
+        made.add(number, f"r{number}", [number])
+    assert made.ended() == {"r2"}
+
+
 def test_a_reader_may_come_before_the_worker_holds_the_blocks(members: Members) -> None:
     made = holds(members)
     with pytest.raises(rtr.NotFound):
         made.take(1, "a", readers=1, reads=1, timeout=0.05)
     made.add(1, "r", [3])
     assert made.take(1, "a", readers=1, reads=1, timeout=1).rows.tolist() == [3]
+
+
+def test_blocks_are_not_given_away_while_a_read_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two sources fails, and the read of the other one goes on."""
+    goes_on, begun = threading.Event(), Counter[str]()
+
+    def read(member: str, *args: Any, **options: Any) -> Any:
+        begun[member] += 1
+        if member == "fails":
+            raise rtr.PeerLost("fails", "the test says so", True)
+        return SimpleNamespace(wait=lambda: goes_on.wait(LONG))
+
+    granted = SimpleNamespace(wait=lambda: SimpleNamespace(release=lambda: None))
+    monkeypatch.setattr(rtr, "read", read)
+    monkeypatch.setattr(Reader, "_call", lambda *_: SimpleNamespace(take=lambda *_: granted))
+    monkeypatch.setattr(Reader, "_drop", lambda *_: None)
+    peer: Any = SimpleNamespace(group="group", name="a")
+    reader = Reader(peer, [{"layer": torch.zeros(8, 2, 4, 5)}], 0, 1, 2, LONG)
+    sources = [Source("goes on", "cache"), Source("fails", "cache")]
+    reader.start(Load("r", Prompt(sources, 1, [[1]], 4, [4], 2), [([1], [2])]))
+    assert wait_until(lambda: begun == {"goes on": 1, "fails": 1}, LONG)
+    assert reader.finished(waits=True) == (set(), set())
+    goes_on.set()
+    assert wait_until(lambda: not reader.running, LONG)
+    assert reader.finished(waits=False) == ({"r"}, {"r"})
+    reader.close()
