@@ -30,6 +30,7 @@ from raytorchrpc.integrations.engines import (
 from raytorchrpc.integrations.follower import Follower, may_be_torn
 from raytorchrpc.integrations.recording import NoPlan, Parts, check_filled, memory_of, record
 from raytorchrpc.integrations.versions import report
+from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ LOADER = "raytorchrpc.integrations.sglang.load"
 #: Whole tensors are pulled and loaded in groups of so many bytes.
 _GROUP_BYTES = 256 << 20
 _MOST_REPORTS = 4096
+#: How long SGLang may refuse to drop its prefixes, and the pause before it is asked again (seconds).
+_FLUSH_S, _PAUSE_S = 5.0, 0.01
 
 
 class Updates:
@@ -85,7 +88,8 @@ class Updates:
 
         Args:
             version: of the store.
-            flush_cache: drop what the former weights have computed of prefixes. SGLang refuses it while requests run.
+            flush_cache: drop what the former weights have computed of prefixes, after the update. SGLang refuses it
+                while requests run, of which a paused engine has some.
 
         Raises:
             ConfigurationError: the published tensors are not those of the model. Nothing was written.
@@ -112,9 +116,8 @@ class Updates:
             try:
                 # A tensor without elements travels by value, so the engine may be on another host.
                 sent = [(json.dumps(request), torch.empty(0))]
-                answer = ask(
-                    self._engine.update_weights_from_tensor, sent, load_format=LOADER, flush_cache=self._flush_cache
-                )
+                # A flush in this request ends an SGLang without sessions if a request has just been answered.
+                answer = ask(self._engine.update_weights_from_tensor, sent, load_format=LOADER, flush_cache=False)
             finally:
                 ended = answered("SGLang", end, timeout=0.0)
             given: list[Any] = []
@@ -125,6 +128,19 @@ class Updates:
             reports.delete()
         _check("update_weights_from_tensor", answer)
         _check("end_weight_update", ended)
+        if self._flush_cache:
+            self._flush()
+
+    def _flush(self) -> None:
+        """SGLang refuses it for some milliseconds after its last answer, too. Blocks."""
+        flushing = Progress(_FLUSH_S)
+        while not answered("SGLang", self._engine.flush_cache, timeout=flushing.left()).success:
+            if not flushing.left():
+                raise rtr.RayTorchRpcError(
+                    f"SGLang has the new weights, and has not dropped what the former ones computed of prefixes within "
+                    f"{_FLUSH_S:g} s, because requests run: finish them, or update it with flush_cache=False"
+                )
+            threads.pause(_PAUSE_S)
 
     def _step(self, name: str) -> tuple[bool, str]:
         """Call a method of the engine; older releases have no sessions of updates."""

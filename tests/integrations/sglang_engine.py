@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,6 +175,7 @@ class Engine:
         start = multiprocessing.get_context("spawn")
         meeting = tempfile.mktemp(prefix="ranks-")
         self._pipes, self._ranks, self._lock = [], [], threading.Lock()
+        self.flushes_refused = self.flushes = 0
         for rank in range(tp_size):
             pipe, other = start.Pipe()
             args = (other, rank, tp_size, meeting, custom_weight_loader, (hidden, layers, computes))
@@ -199,10 +201,20 @@ class Engine:
                     pipe.send(call)
                 return [pipe.recv() for pipe in self._pipes]
         except (EOFError, OSError):
-            for process in self._ranks:
-                process.kill()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._end()
             raise
+
+    def _end(self) -> None:
+        for process in self._ranks:
+            process.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush_cache(self) -> SimpleNamespace:
+        """``flushes_refused``: as SGLang does while requests run, and for a moment after the last answer."""
+        success = not self.flushes_refused
+        self.flushes_refused -= not success
+        self.flushes += success
+        return SimpleNamespace(success=success)
 
     def begin_weight_update(self, selector: str = "all") -> tuple[bool, str]:
         return self._merged(self.tell("begin_weight_update"))
@@ -214,7 +226,10 @@ class Engine:
         self, named_tensors: list[tuple[str, torch.Tensor]], load_format: str | None = None, flush_cache: bool = True
     ) -> tuple[bool, str]:
         calls = [("update_weights_from_tensor", (_serialized(named_tensors), load_format)) for _ in self._pipes]
-        return self._merged(self._tell_each(calls))
+        answer = self._merged(self._tell_each(calls))
+        if flush_cache and not self.flush_cache().success:
+            self._end()  # by an assertion of SGLang 0.5.17
+        return answer
 
     @staticmethod
     def _merged(answers: list[tuple[bool, str]]) -> tuple[bool, str]:
@@ -234,8 +249,14 @@ class Holder:
 
         self.updates = Updates(self.engine, store, **options)
 
-    def bring(self, version: int | None = None) -> int:
-        return int(self.updates.bring(version))
+    def bring(self, version: int | None = None, **options: Any) -> int:
+        return int(self.updates.bring(version, **options))
+
+    def refuse_flushes(self, count: int) -> None:
+        self.engine.flushes_refused, self.engine.flushes = count, 0
+
+    def flushes(self) -> int:
+        return self.engine.flushes
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         return self.engine.tell("state")

@@ -105,6 +105,18 @@ def test_other_names_are_refused_and_the_engine_goes_on() -> None:
         assert has(holder, 3)
 
 
+def test_prefixes_are_dropped_as_soon_as_sglang_lets_it() -> None:
+    """SGLang 0.5.17 ends its engine if the request of an update asks for it too early."""
+    with group_of() as (_, holder):
+        get(holder.refuse_flushes.remote(3))
+        get(holder.bring.remote())
+        assert get(holder.flushes.remote()) == 1
+        get(holder.refuse_flushes.remote(1 << 20))
+        get(holder.bring.remote(flush_cache=False))
+        with pytest.raises(rtr.RayTorchRpcError, match=r"has not dropped what .* with flush_cache=False"):
+            get(holder.bring.remote())
+
+
 def test_an_update_that_fails_midway_is_repeated() -> None:
     with group_of(tp_size=2) as (publisher, holder):
         get(holder.bring.remote())
@@ -165,7 +177,9 @@ def functions_of(module: str, owner: str | None) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("name", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
+@pytest.mark.parametrize(
+    "name", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update", "flush_cache"]
+)
 @pytest.mark.parametrize("where", ["engine.Engine", "http_server_engine.HttpServerEngineAdapter"])
 def test_the_engine_has_the_signatures_of_sglang(where: str, name: str) -> None:
     module, owner = where.split(".")
