@@ -38,10 +38,8 @@ _REMOTE_PREFILL, _REMOTE_DECODE, _BLOCKS, _OURS = (
 )
 #: Reads of one worker at a time.
 _READS = 16
-#: How long a step without computation waits for a read to end, and a reader for a worker's next step (seconds).
-_IDLE_S, _STEP_S = 0.002, 20.0
-#: How often a process looks whether its group has ended (seconds).
-_WATCH_S = 10.0
+#: How long a step without computation waits for a read to end; how often a process looks for its group (seconds).
+_IDLE_S, _WATCH_S = 0.002, 10.0
 #: Of the actors that supervise groups, in Ray.
 _NAMESPACE = "raytorchrpc.kv"
 
@@ -98,6 +96,10 @@ def reads_of(sources: int, readers: int, heads: int) -> list[dict[int, list[int]
             owners = [source for source in range(sources) if head in heads_of(source, sources, heads)]
             plan[-1].setdefault(owners[rank % len(owners)], []).append(head)
     return plan
+
+
+def _ids(blocks: Blocks) -> list[int]:
+    return sorted({block for group in blocks for block in group if block})
 
 
 def _settle(read: rtr.Read) -> None:
@@ -226,7 +228,7 @@ class Ledger:
         if not parameters or not parameters.get(_REMOTE_DECODE) or not is_complete or not self.sources:
             return None
         number, ids = next(self._numbers), [list(group) for group in blocks]
-        self._step.holds.append((number, request_id, sorted({block for group in ids for block in group if block})))
+        self._step.holds.append((number, request_id, _ids(ids)))
         prompt = Prompt(self.sources, number, ids, tokens, self._block_sizes, self._heads)
         return prompt.as_parameters(self._engine_id, request_id)
 
@@ -239,69 +241,73 @@ class Ledger:
 
 @dataclass
 class _Hold:
-    request_id: str
     rows: list[int]
     until: float
+    request_id: str | None = None
+    """None: this worker's step has yet to come."""
     readers: int | None = None
     """Who is still to come; None: it is not known how many."""
     leases: list[rtr.Lease] = field(default_factory=list)
 
 
 class Holds:
-    """Blocks that are not freed until they are read, their time is over, or their reader is lost. Thread-safe."""
+    """Blocks that are not freed until they are read, their time is over, or their reader is lost. Thread-safe.
+
+    The scheduler holds the blocks of a prompt from its end on, so readers may come before this worker is told.
+    """
 
     def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], group: str, seconds: float) -> None:
         """See ``Region``. ``seconds``: for which blocks are held that nobody reads."""
         self._expose, self._seconds = partial(rtr.Region, name, tensors, group=group), seconds
         self.region = self._expose()
         self._held: dict[int, _Hold] = {}
-        self._newest, self._dropped = 0, set[int]()
-        self._changed = locks.condition()
+        self._newest = 0
+        self._lock = locks.Lock()
 
     def expose_again(self) -> None:
         """This process is in another group of the name: the leases of the earlier one have ended."""
-        with self._changed:
+        with self._lock:
             self.region = self._expose()
 
     def add(self, number: int, request_id: str, rows: list[int]) -> None:
-        """Hold blocks from now on. Numbers ascend."""
-        with self._changed:
-            hold = self._held[number] = _Hold(request_id, rows, time.monotonic() + self._seconds)
+        """Report when the blocks of a request need not be held any more. Numbers ascend."""
+        with self._lock:
+            self._hold(number, rows).request_id = request_id
             self._newest = number
-            if number in self._dropped:
-                self._dropped.remove(number)
-                hold.readers = 0
-            self._changed.notify_all()
 
-    def take(self, number: int, reader: str, readers: int, reads: int, timeout: float = _STEP_S) -> rtr.Lease:
-        """A lease for one of ``readers``, which reads so often. Waits until the blocks are held, as a request may come
-        before this worker's next step. Raises NotFound if they are no longer.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: number <= self._newest, timeout)
-            if (hold := self._held.get(number)) is None:
-                raise rtr.NotFound(f"prompt {number} is not held: its {self._seconds:g} s are over, or it was read")
-            lease = self.region.lease(hold.rows, timeout=self._seconds, reader=reader, reads=max(1, reads))
+    def take(self, number: int, rows: list[int], reader: str, readers: int, reads: int) -> rtr.Lease:
+        """A lease for one of ``readers``, which reads so often. Raises NotFound if the blocks are no longer held."""
+        with self._lock:
+            hold = self._hold(number, rows)
+            lease = self.region.lease(hold.rows, timeout=self._seconds, reader=reader, reads=reads)
             hold.leases.append(lease)
             hold.readers = (readers if hold.readers is None else hold.readers) - 1
             return lease
 
     def drop(self, number: int) -> None:
-        """Nobody will read these blocks, or nobody else; also before they are held."""
-        with self._changed:
-            if number > self._newest:
-                self._dropped.add(number)
-            elif (hold := self._held.get(number)) is not None:
-                hold.readers = 0
+        """Nobody will read these blocks, or nobody else."""
+        with self._lock, suppress(rtr.NotFound):
+            self._hold(number, []).readers = 0
+
+    def _hold(self, number: int, rows: list[int]) -> _Hold:
+        if number not in self._held:
+            if number <= self._newest:
+                raise rtr.NotFound(f"prompt {number} is not held: its {self._seconds:g} s are over, or it was read")
+            self._held[number] = _Hold(rows, time.monotonic() + self._seconds)
+        return self._held[number]
 
     def ended(self) -> set[str]:
         """The requests whose blocks need not be held any more; each is returned once."""
-        with self._changed:
-            over, now = [], time.monotonic()
+        with self._lock:
+            over, now = dict[int, str](), time.monotonic()
             for number, hold in self._held.items():
-                if (hold.readers == 0 or now > hold.until) and all(lease.done() for lease in hold.leases):
-                    over.append(number)
-            return {self._held.pop(number).request_id for number in over}
+                is_read = hold.readers is not None and hold.readers <= 0
+                is_over = (is_read or now > hold.until) and all(lease.done() for lease in hold.leases)
+                if is_over and hold.request_id is not None:
+                    over[number] = hold.request_id
+            for number in over:
+                del self._held[number]
+            return set(over.values())
 
     def __len__(self) -> int:
         return len(self._held)
@@ -388,11 +394,12 @@ class Reader:
             raise rtr.ConfigurationError(f"the prefill engine's model has {prompt.heads} KV heads, not {self._heads}")
         plan, until = reads_of(len(prompt.sources), self._size, self._heads), time.monotonic() + self._timeout
         used, reads = [group for group, (there, _) in enumerate(rows) if there], list[rtr.Read]()
+        held = _ids(prompt.blocks)
         with ExitStack() as undo:
             asked = []
             for rank, heads in plan[self._rank].items():
                 source, readers = prompt.sources[rank], sum(rank in each for each in plan)
-                lease = self._call(source).take(source.region, prompt.hold, self._peer.name, readers, len(used))
+                lease = self._call(source).take(source.region, prompt.hold, held, self._peer.name, readers, len(used))
                 undo.callback(self._drop, source, prompt.hold)
                 asked.append((source, heads, lease))
             for source, heads, granted in asked:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.integrations.vllm_kv_actors import CONNECTOR, PREFILL, KVEngine, save_model
+from tests.integrations.vllm_kv_actors import CONNECTOR, PREFILL, ActorEngine, KVEngine, save_model
 from tests.polling import wait_until
 
 #: No call lasts longer, unless it says so.
@@ -37,9 +39,8 @@ def engines(path: str, *options: dict[str, Any]) -> Iterator[list[Any]]:
             ray.kill(engine)
 
 
-def start(path: str, **options: Any) -> Any:
-    variables = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    remote = ray.remote(KVEngine).options(num_cpus=0, max_concurrency=100, runtime_env={"env_vars": variables})
+def start(path: str, kind: Any = KVEngine, **options: Any) -> Any:
+    remote = ray.remote(kind).options(num_cpus=0, **({"max_concurrency": 100} if kind is KVEngine else {}))
     return remote.remote(path, **options)
 
 
@@ -132,6 +133,17 @@ def test_blocks_of_aborted_and_preempted_requests_are_free_again(pair: list[Any]
     assert counts(prefill)["held"] == 0
 
 
+def test_engines_in_their_actors(cluster: None, path: str) -> None:
+    """They compute, and free blocks, only while somebody calls them."""
+    with engines(path, {"kind": ActorEngine}, {"kind": ActorEngine}) as (prefill, decode):
+        for seed, length in enumerate((BLOCK, 100)):
+            tokens = prompt(20 + seed, length)
+            assert handed_over(prefill, decode, tokens) == alone(prefill, tokens)
+        assert (counts(decode)["read"], counts(decode)["failed"]) == (2, 0)
+        assert counts(prefill)["held"] == 0
+        assert get([prefill.is_empty.remote(), decode.is_empty.remote()]) == [True, True]
+
+
 def kill(engine: Any) -> None:
     """Kill the worker of an engine, and its actor."""
     with suppress(ProcessLookupError):
@@ -157,6 +169,54 @@ def test_a_prefill_engine_that_dies_and_one_that_comes_back(cluster: None, path:
         assert get(decode.is_empty.remote())
         assert get(decode.generate.remote(tokens, COUNT, old))[0] == expected, "blocks of the old life are refused"
         assert (counts(decode)["read"], counts(decode)["failed"]) == (2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kills", [int(os.environ.get("KV_KILLS", "4"))])
+def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> None:
+    """Requests run all the time. A client asks again when an engine is lost; no answer is wrong or missing."""
+    chance, prompts = random.Random(kills), [prompt(500 + seed, 20 + 7 * seed) for seed in range(20)]
+    stops, answers = threading.Event(), Counter[str]()
+    with engines(path, {}, {}) as made:
+        expected = [alone(made[0], tokens) for tokens in prompts]
+
+        def ask(place: int, *args: Any) -> Any:
+            while True:
+                with suppress(ray.exceptions.RayTaskError, ray.exceptions.RayActorError):  # and no timeout
+                    return get(made[place].generate.remote(*args))
+                time.sleep(0.2)
+
+        def client(seed: int) -> None:
+            own = random.Random(seed)
+            while not stops.is_set():
+                number = own.randrange(len(prompts))
+                parameters = ask(0, prompts[number], 1, PREFILL)[1]
+                right = ask(1, prompts[number], COUNT, parameters)[0] == expected[number]
+                answers["right" if right else "wrong"] += 1
+
+        with ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(client, seed) for seed in range(4)]
+            try:
+                for _ in range(kills):
+                    before = answers["right"]
+                    assert wait_until(lambda before=before: answers["right"] > before + 20, 120)
+                    place = chance.randrange(2)
+                    os.kill(counts(made[place])["pid"], signal.SIGKILL)
+                    again = start(path)
+                    get(again.start.remote(), timeout=400)
+                    made[place], lost = again, made[place]
+                    ray.kill(lost)
+                get(made[1].is_empty.remote())
+                before, read = answers["right"], counts(made[1])["read"]
+                assert wait_until(lambda: answers["right"] > before + 40, 120)
+                assert counts(made[1])["read"] > read, "the last ones read each other again"
+            finally:
+                stops.set()
+            for each in clients:
+                each.result(120)
+    assert set(answers) == {"right"}, answers
+    print(f"{kills} kills of real engines: {dict(answers)}")
 
 
 @pytest.mark.slow

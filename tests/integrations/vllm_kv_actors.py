@@ -74,6 +74,33 @@ class KVEngine:
         return bool(await self.llm.reset_prefix_cache())
 
 
+class ActorEngine:
+    """vLLM's LLM, whose scheduler and worker run in this actor."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        os.environ.update({**VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        self._path, self._options = path, {**OPTIONS, "kv_transfer_config": CONNECTOR, **options}
+
+    def start(self) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(self._path, **self._options)
+
+    def generate(self, prompt: Sequence[int], count: int, parameters: Any = None) -> tuple[list[int], Any, float]:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": dict(parameters)} if parameters else None
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True, extra_args=extra)
+        (answer,) = self.llm.generate([{"prompt_token_ids": list(prompt)}], sampling, use_tqdm=False)
+        return list(answer.outputs[0].token_ids), answer.kv_transfer_params, 0.0
+
+    def counts(self) -> dict[str, int]:
+        return dict(self.llm.collective_rpc(_counts)[0])
+
+    def is_empty(self) -> bool:
+        return bool(self.llm.reset_prefix_cache())
+
+
 def _counts(worker: Any) -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
