@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 8400,  # the ExampleConnector stores the first chunk of a prompt alone
     "max_num_seqs": 2,
     "enable_prefix_caching": False,
+    "num_gpu_blocks_override": 600,
 }
 
 
@@ -79,44 +80,36 @@ class Timed(KVEngine):
         return os.getpid()
 
 
-def measure(path: str, options: dict[str, Any], lengths: list[int], rounds: int, expected: dict[Any, Any]) -> Any:
-    """By length: rows of seconds to prefill, to the first token of decode, alone; and of processor time."""
-    made = []
-    for _ in range(2):
-        variables = {
-            **VARIABLES,
-            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        }
-        remote = ray.remote(Timed).options(num_cpus=0, max_concurrency=8, runtime_env={"env_vars": variables})
-        made.append(remote.remote(path, **OPTIONS, **options))
-    try:
-        ray.get([engine.start.remote() for engine in made], timeout=400)
-        prefill, decode = made
-        pids = ray.get([engine.pid.remote() for engine in made])
-        rows: dict[int, list[list[float]]] = {length: [] for length in lengths}
-        hands_over = options["kv"]["kv_connector"] != "ExampleConnector"
-        for number in range(rounds + 1):  # the first one warms up
-            for length in lengths:
-                tokens = [random.Random(number * 10_000 + length + place).randrange(1, 300) for place in range(length)]
-                began = time.perf_counter()
-                first, parameters, _ = ray.get(
-                    prefill.generate.remote(tokens, 1, PREFILL if hands_over else None), timeout=120
-                )
-                prefilled, before = time.perf_counter(), processor_s(pids)
-                answer, _, decoded_s = ray.get(decode.generate.remote(tokens, 1, parameters), timeout=120)
-                row = [prefilled - began, decoded_s, processor_s(pids) - before, time.perf_counter() - began]
-                if answer != first:
-                    raise RuntimeError(f"decode's first token is {answer}, and prefill's {first}")
-                if expected.setdefault((number, length), first) != first:
-                    raise RuntimeError("engines differ")
-                if number:
-                    rows[length].append(row)
-        return rows
-    finally:
-        for engine in made:
-            ray.kill(engine)
+class Pair:
+    """Two engines with a connector between them."""
+
+    def __init__(self, path: str, options: dict[str, Any]) -> None:
+        self.hands_over = options["kv"]["kv_connector"] != "ExampleConnector"
+        self.engines: list[Any] = []
+        for _ in range(2):
+            variables = {
+                **VARIABLES,
+                "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            }
+            remote = ray.remote(Timed).options(num_cpus=0, max_concurrency=8, runtime_env={"env_vars": variables})
+            self.engines.append(remote.remote(path, **OPTIONS, **options))
+        ray.get([engine.start.remote() for engine in self.engines], timeout=600)
+        self.pids = ray.get([engine.pid.remote() for engine in self.engines])
+
+    def measure(self, tokens: list[int]) -> tuple[list[int], list[float]]:
+        """The first token; seconds to it, of these to prefill and of decode, and of processor time."""
+        prefill, decode = self.engines
+        began = time.perf_counter()
+        call = prefill.generate.remote(tokens, 1, PREFILL if self.hands_over else None)
+        first, parameters, _ = ray.get(call, timeout=120)
+        prefilled, before = time.perf_counter(), processor_s(self.pids)
+        answer, _, decode_s = ray.get(decode.generate.remote(tokens, 1, parameters), timeout=120)
+        row = [time.perf_counter() - began, prefilled - began, decode_s, processor_s(self.pids) - before]
+        if answer != first:
+            raise RuntimeError(f"decode's first token is {answer}, and prefill's {first}")
+        return list(answer), row
 
 
 def main() -> None:
@@ -126,25 +119,33 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="connectors")
     options = parser.parse_args()
     ray.init(include_dashboard=False, num_cpus=4, logging_level="error", log_to_driver=bool(options.only))
-    expected: dict[Any, Any] = {}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as files:
         path = save_model(Path(folder), layers=LAYERS, hidden=128, max_position_embeddings=8400)
+        pairs = dict[str, Pair]()
+        for name, case in cases(files).items():
+            if name in (options.only or [name]):
+                try:
+                    pairs[name] = Pair(path, case)
+                except ray.exceptions.RayError as error:
+                    print(f"{name} does not start: {str(error).strip()[-600:]}", flush=True)
         print(
             "connector | tokens | to first token ms | of it prefill | decode | its processor ms | blocks/s", flush=True
         )
-        for name, case in cases(files).items():
-            if options.only and name not in options.only:
-                continue
-            try:
-                rows = measure(path, case, options.lengths, options.rounds, expected)
-            except Exception as error:
-                print(f"{name} | failed: {type(error).__name__}: {str(error)[-600:]}", flush=True)
-                continue
-            for length, values in rows.items():
-                prefill, decode, processor, total = (statistics.median(column) for column in zip(*values, strict=True))
-                blocks = -(-length // BLOCK) * LAYERS
-                figures = [f"{1e3 * each:.1f}" for each in (total, prefill, decode, processor)]
-                print(" | ".join([name, str(length), *figures, f"{blocks / decode:,.0f}"]), flush=True)
+        for length in options.lengths:
+            rows: dict[str, list[list[float]]] = {name: [] for name in pairs}
+            for number in range(options.rounds + 1):  # the first one warms up
+                tokens = [random.Random(number * 10_000 + length + place).randrange(1, 300) for place in range(length)]
+                answers = {}
+                for name, pair in pairs.items():
+                    answers[name], row = pair.measure(tokens)
+                    rows[name] += [row] if number else []
+                if len({tuple(answer) for answer in answers.values()}) > 1:
+                    raise RuntimeError(f"engines differ: {answers}")
+            blocks = -(-length // BLOCK) * LAYERS
+            for name, values in rows.items():
+                medians = [statistics.median(column) for column in zip(*values, strict=True)]
+                figures = [f"{1e3 * each:.1f}" for each in medians]
+                print(" | ".join([name, str(length), *figures, f"{blocks / medians[2]:,.0f}"]), flush=True)
 
 
 if __name__ == "__main__":
