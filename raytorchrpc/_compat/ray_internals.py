@@ -39,6 +39,19 @@ def runs_tasks() -> bool:
     return bool(_worker().mode == WORKER_MODE)
 
 
+def cluster_above() -> str | None:
+    """The address of the cluster of which this process is a worker, or was started by one: several may run on a host.
+    None: it is not.
+    """
+    try:
+        with open(f"/proc/{os.environ['RAY_RAYLET_PID']}/cmdline", "rb") as file:
+            options = file.read().decode(errors="replace").split("\0")
+    except (KeyError, OSError):
+        return None
+    option = "--gcs-address="
+    return next((each.removeprefix(option) for each in options if each.startswith(option)), None)
+
+
 def session_check() -> Callable[[], bool]:
     """Returns a function that says whether this process is still connected to Ray as it is now. A job id alone would
     repeat in the next cluster that a process starts.

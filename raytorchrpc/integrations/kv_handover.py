@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.group.tickets import ancestors, find_ticket
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.group.tickets import find_ticket
 from raytorchrpc.integrations.engines import check_fields
 from raytorchrpc.process import locks, threads
 from raytorchrpc.process.workers import Workers
@@ -518,7 +518,7 @@ class Host:
 def _join(group: str, peer: Peer, timeout: float) -> rtr.Group:
     if not ray.is_initialized():
         try:
-            ray.init(address=_cluster_above() or "auto", log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=ray_internals.cluster_above() or "auto", log_to_driver=False, logging_level=logging.ERROR)
         except ConnectionError as unreachable:
             raise rtr.NotAMember(
                 f"the KV caches of engines are in group {group!r} of a Ray cluster, and no Ray runs on this host: "
@@ -531,14 +531,3 @@ def _join(group: str, peer: Peer, timeout: float) -> rtr.Group:
     host: Any = ray.remote(Host).options(num_cpus=0, max_restarts=-1, **options).remote()
     ray.get(host.form.remote(group), timeout=timeout)
     return join()
-
-
-def _cluster_above() -> str | None:
-    """The address of the Ray cluster of which a process above this one is a worker: several may run on a host."""
-    for pid in ancestors(os.getpid()):
-        with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            command = file.read()
-            address = re.search(rb"--gcs-address=([^\s\0]+)", command)
-            if address is not None and command.partition(b"\0")[0].endswith(b"/raylet"):
-                return address[1].decode()
-    return None

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,3 +267,12 @@ def test_what_an_actor_waits_for_and_runs(spawn: Spawn, latch: Callable[[], Latc
     gate.release(held)
     ray.get(running, timeout=60)
     assert wait_until(lambda: actor_id not in ray_internals.running_methods(), 20)
+
+
+def test_the_cluster_of_a_process_that_a_worker_has_started(peers: list[Any]) -> None:
+    """It is not in Ray, and the cluster that Ray would find may be another one of this host."""
+    program = "from raytorchrpc._compat import ray_internals; print(ray_internals.cluster_above())"
+    run = partial(subprocess.check_output, [sys.executable, "-c", program], text=True)
+    found = ray.get(peers[0].run.remote(run)).strip()
+    assert found == ray.get_runtime_context().gcs_address
+    assert ray_internals.cluster_above() is None
