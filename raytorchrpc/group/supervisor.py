@@ -238,7 +238,7 @@ class Supervisor:
         check_name("join(name=...)", request.name)
         newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
         with self._reaching(request, patience_s):
-            self._strike_ended(request.name)
+            self._strike_ended(request)
             with self._joining_as(lambda: newcomer, time.monotonic() + patience_s):
                 call_all, attempt = self._restarts.call_all, request.attempt
                 formation = Formation(self.roster, newcomer, patience_s, call_all, attempt=attempt)
@@ -267,11 +267,16 @@ class Supervisor:
         finally:
             self._restarts.forget(request.process.key)
 
-    def _strike_ended(self, name: str) -> None:
-        """Take a process off the roster that joined by itself and has ended: another one wants its name."""
-        record = self.roster.records.get(name)
-        if record is not None and isinstance(record.handle, JoinedProcess) and self._connections.is_over(name, _PING_S):
-            self._report(partial(self._core.dialled, name, record.process, "its process ended", ended=True))
+    def _strike_ended(self, request: JoinRequest) -> None:
+        """Take processes off the roster that joined by themselves and have ended: another one wants the name, or is the
+        next process of the actor, under any name.
+        """
+        for name, record in [*self.roster.records.items()]:
+            if not isinstance(record.handle, JoinedProcess):
+                continue
+            of_actor = record.handle.actor_id is not None and record.handle.actor_id == request.process.actor_id
+            if (name == request.name or of_actor) and self._connections.is_over(name, _PING_S):
+                self._report(partial(self._core.dialled, name, record.process, "its process ended", ended=True))
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called; returns those that cannot, and why.
