@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import ray
 import torch
@@ -193,7 +193,9 @@ class Batch:
                 lengths[position] = length
         ends = [0, *itertools.accumulate(lengths)]
         values: Any = _empty((ends[-1], *kind.shape), kind.dtype)
-        self._packed, self._rows = values, values.split(lengths)
+        self._packed = values
+        if not all(_is_run(positions) for positions, _ in pieces):
+            self._rows = values.split(lengths)
         self.targets = [
             values[ends[positions[0]] : ends[positions[-1] + 1]] if _is_run(positions) else _target(piece)
             for positions, piece in pieces
@@ -364,8 +366,8 @@ def _own(row: Any) -> Any:
 
 
 def _fetch(rows: Elsewhere) -> torch.Tensor:
-    tensor: torch.Tensor = rtr.rpc_sync(rows.owner).rows(rows, True)
-    return tensor
+    (tensor,) = rtr.rpc_sync(rows.owner).rows([rows], True)
+    return cast("torch.Tensor", tensor)
 
 
 def _release(blocks: Sequence[Block]) -> None:
@@ -434,12 +436,13 @@ class Participant:
             self.release([number for number, (_, to) in [*self._lent.items()] if to == unit and number not in numbers])
 
     @rtr.method(concurrent=True)
-    def rows(self, of: Elsewhere, on_cpu: bool) -> torch.Tensor:
+    def rows(self, wanted: list[Elsewhere], on_cpu: bool) -> list[torch.Tensor]:
         """Rows that are here. Raises StorageKeyNotFoundError."""
-        if (lent := self._lent.get(of.number)) is None:
-            raise StorageKeyNotFoundError(f"{self.name} has none of these rows: they were cleared")
-        tensor: torch.Tensor = lent[0].values[of.begin : of.end]
-        return tensor.cpu() if on_cpu else tensor
+        lent = [self._lent.get(each.number) for each in wanted]
+        if None in lent:
+            raise StorageKeyNotFoundError(f"{self.name} has not all of these rows: they were cleared")
+        tensors = [block.values[of.begin : of.end] for (block, _), of in zip(filter(None, lent), wanted, strict=True)]
+        return [tensor.cpu() for tensor in tensors] if on_cpu else tensors
 
     @rtr.method(concurrent=True)
     def release(self, numbers: Iterable[int]) -> None:
@@ -537,11 +540,21 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
         for _, window, answer in answers:
             goals = [next(own) for own, pieces in zip(targets, answer, strict=True) for _ in pieces]
             window.make(Copies.whole([goal for goal in goals if goal is not None]))
-        return {field: batch.result(self._fetch) for field, batch in zip(fields, batches, strict=True)}
+        brought = self._fetch([piece.values for _, _, answer in answers for pieces in answer for piece in pieces])
+        return {field: batch.result(brought.__getitem__) for field, batch in zip(fields, batches, strict=True)}
 
-    def _fetch(self, rows: Elsewhere) -> torch.Tensor:
-        tensor: torch.Tensor = self._call(rows.owner).rows(rows, not torch.cuda.is_available()).wait()
-        return tensor
+    def _fetch(self, values: Iterable[Any]) -> dict[Elsewhere, torch.Tensor]:
+        """Those that are elsewhere, by one call of each owner."""
+        by_owner = defaultdict[str, list[Elsewhere]](list)
+        for rows in values:
+            if isinstance(rows, Elsewhere):
+                by_owner[rows.owner].append(rows)
+        calls = {owner: self._call(owner).rows(own, not torch.cuda.is_available()) for owner, own in by_owner.items()}
+        return {
+            rows: tensor
+            for owner, own in by_owner.items()
+            for rows, tensor in zip(own, calls[owner].wait(), strict=True)
+        }
 
     async def _ask(self, unit: str, method: str, *args: Any) -> None:
         await in_thread(lambda: getattr(self._call(unit), method)(*args).wait())
