@@ -153,8 +153,13 @@ def set_locals(*locals_: LocalMember) -> None:
 
 
 def memberships(group: str | None = None) -> list[LocalMember]:
-    """This process's memberships that an operation may mean. ``group``: a name or a generation; None: any."""
-    return [local for local in current.members.values() if group in (None, local.generation, local.group)]
+    """This process's memberships that an operation may mean.
+
+    ``group``: a name or a generation. None: any but those whose names begin with an underscore, which are a library's.
+    """
+    if group is None:
+        return [local for local in current.members.values() if not local.group.startswith("_")]
+    return [local for local in current.members.values() if group in (local.generation, local.group)]
 
 
 def membership(group: str | None = None) -> LocalMember | None:
@@ -181,9 +186,7 @@ def reaching(target: Any, group: str | None = None) -> LocalMember | None:
     whose call this thread serves, or of the only group that has the name; a rank that of the served group, or of the
     only group. Raises ConfigurationError where that leaves several.
     """
-    candidates = memberships(group)
-    if isinstance(target, Member) and target.group:
-        candidates = [local for local in candidates if local.group == target.group]
+    candidates = memberships(target.group if isinstance(target, Member) and target.group else group)
     having = [local for local in candidates if local.peers.known(target) is not None]
     if group is None and (served := current.members.get(current_scope.get().group)) in having:
         return served
@@ -226,6 +229,10 @@ def resolved(waited: LocalMember, target: Any, group: str | None = None) -> Loca
 
 def _not_in(group: str | None) -> str:
     there = _named([*current.members.values()]) if current.members else "none"
+    if group is None:
+        return (
+            f"this process is in {there}, of a library: say that you mean it, {_example([*current.members.values()])}"
+        )
     return f"this process is in no group {group!r}; it is in {there}"
 
 

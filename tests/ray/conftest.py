@@ -50,9 +50,10 @@ def pid_of(actor: Any) -> int | None:
 
 
 def kill_for_good(actor: Any) -> None:
-    """Returns when Ray takes the actor for dead: ``ray.kill`` returns before."""
+    """Returns when Ray takes the actor for dead, and its process has ended: ``ray.kill`` returns before."""
+    pid = insides.actor_state(actor).pid
     ray.kill(actor)
-    assert wait_until(lambda: insides.actor_state(actor).state == "DEAD", 60)
+    assert wait_until(lambda: insides.actor_state(actor).state == "DEAD" and insides.has_ended(pid), 60)
 
 
 @pytest.fixture

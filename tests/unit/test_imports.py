@@ -67,6 +67,7 @@ PUBLIC |= {
         "kv_handover",
         "sglang",
         "torchrl",
+        "ray_queue",
         "transferqueue",
         "trl",
         "verl",

@@ -119,6 +119,16 @@ class Consumer:
         """
         return run(self._get_many(limit, timeout, min, keep))
 
+    def get_nowait_batch(self, count: int) -> list[Any]:
+        """Take so many items, or raise Empty at once and take none. Other errors are those of ``get``."""
+        whole = Request(
+            checked_count("count", count), count, next(request_ids)
+        )  # as an iteration's, which gets no less
+        taken = run(self._take(whole, 0, False))
+        if taken is EMPTY or taken is ENDED:
+            raise self._nothing(taken is ENDED)
+        return list(taken)
+
     async def aget(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """Like ``get``, for coroutines. If it is cancelled, an item that arrives for it goes back to its place."""
         return (await arun(self._get_many(1, timeout, 1, keep)))[0]
