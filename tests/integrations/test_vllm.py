@@ -332,6 +332,7 @@ def test_adapters_are_staged_at_every_rank_and_revisions_live_together(
         for seed in (1, 2):
             expected.append(get(trainer.publish_adapter.remote(seed))[1])
             adapters.append(get(engine.stage.remote()))
+            assert 0 < adapters[-1].lora_int_id < 1 << 31, "as on a GPU, where it is an int32"
         base = get(trainer.greedy.remote())
         assert [get(engine.greedy.remote(adapter=adapter)) for adapter in adapters] == expected
         assert base not in expected and expected[0] != expected[1]

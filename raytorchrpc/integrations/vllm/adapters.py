@@ -21,6 +21,8 @@ from raytorchrpc.integrations.adapters import CONFIG, SCHEME, name_of
 from raytorchrpc.integrations.engines import Progress, become_member, follow_group
 
 _NAME = re.compile(rf"{SCHEME}(?P<group>[^/]*)/(?P<store>.+)@(?P<version>\d+)\.(?P<instance>\d+)")
+#: vLLM keeps the numbers of adapters as int32, from 1 on.
+_IDS = (1 << 31) - 2
 #: For a worker to join the group and to pull an adapter (seconds).
 _TIMEOUT_S = 60.0
 
@@ -47,7 +49,8 @@ def request(
     become_member(group, progress.left())
     there = rtr.WeightStore.find(store, timeout=progress.left())
     name = name_of(there, there.wait(1, progress.left()) if version is None else version, group)
-    return LoRARequest(name, 1 + int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big"), name)
+    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+    return LoRARequest(name, 1 + digest % _IDS, name)
 
 
 @contextmanager
