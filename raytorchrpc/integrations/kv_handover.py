@@ -40,6 +40,7 @@ _REMOTE_PREFILL, _REMOTE_DECODE, _BLOCKS, _OURS = (
 _READS = 16
 #: How long a step without computation waits for a read to end; how often a process looks for its group (seconds).
 _IDLE_S, _WATCH_S = 0.002, 10.0
+_AGAIN_S = 0.2
 #: Of the actors that supervise groups, in Ray.
 _NAMESPACE = "raytorchrpc.kv"
 
@@ -524,7 +525,17 @@ def _join(group: str, peer: Peer, timeout: float) -> rtr.Group:
                 f"the KV caches of engines are in group {group!r} of a Ray cluster, and no Ray runs on this host: "
                 f"start the engine in the cluster, or with RAY_ADDRESS"
             ) from unreachable
-    join = partial(rtr.join, group, name=peer.name, instance=peer, timeout=timeout)
+    until = time.monotonic() + timeout
+
+    def join() -> rtr.Group:
+        while True:
+            try:
+                return rtr.join(group, name=peer.name, instance=peer, timeout=timeout)
+            except rtr.ConfigurationError:  # the actor's process before this one was killed just now, as it joined
+                if time.monotonic() > until:
+                    raise
+                threads.pause(_AGAIN_S)
+
     with suppress(rtr.NotAMember):
         return join()
     options = {"name": group, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}

@@ -183,9 +183,12 @@ def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> 
 
         def ask(place: int, *args: Any) -> Any:
             while True:
-                with suppress(ray.exceptions.RayTaskError, ray.exceptions.RayActorError):  # and no timeout
+                try:
                     return get(made[place].generate.remote(*args))
-                time.sleep(0.2)
+                except ray.exceptions.GetTimeoutError:
+                    raise
+                except Exception:  # what vLLM raises then is of its own, and imports it here
+                    time.sleep(0.2)
 
         def client(seed: int) -> None:
             own = random.Random(seed)
