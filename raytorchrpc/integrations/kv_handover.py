@@ -531,7 +531,7 @@ def _join(group: str, peer: Peer, timeout: float) -> rtr.Group:
         while True:
             try:
                 return rtr.join(group, name=peer.name, instance=peer, timeout=timeout)
-            except rtr.ConfigurationError:  # the actor's process before this one was killed just now, as it joined
+            except (rtr.ConfigurationError, rtr.BootstrapError):  # a process of this actor was killed as it joined
                 if time.monotonic() > until:
                     raise
                 threads.pause(_AGAIN_S)

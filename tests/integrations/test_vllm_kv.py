@@ -212,7 +212,7 @@ def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> 
                     ray.kill(lost)
                 get(made[1].is_empty.remote())
                 before, read = answers["right"], counts(made[1])["read"]
-                assert wait_until(lambda: answers["right"] > before + 40, 120)
+                assert wait_until(lambda: answers["right"] > before + 40, 120), answers
                 assert counts(made[1])["read"] > read, "the last ones read each other again"
             finally:
                 stops.set()
