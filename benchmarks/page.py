@@ -19,6 +19,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "patterns-32-cores": ("patterns, ms", "patterns, % of a core"),
     "weights-sharded": ("2 x NVIDIA H100", "2 cores"),
     "engines-h200": ("vLLM, a Llama of 2.2 GB",),
+    "engines-one-h200": (),
     "engines": (
         "vLLM, a Llama of 229 MB",
         "SGLang, 100 MB, two ranks",
