@@ -12,7 +12,7 @@ import torch
 from ray.util.queue import Queue as RayQueue
 
 import raytorchrpc as rtr
-from benchmarks._harness import End, Pick, compare, group_of, on, timed
+from benchmarks._harness import TIMEOUT_S, End, Pick, compare, group_of, on, timed
 from raytorchrpc.bench.cases import Figure, Skipped
 from raytorchrpc.integrations.ray_queue import Queue as DropIn
 
@@ -72,23 +72,25 @@ def get(end: End | None, queue: Any, items: Items, count: int) -> float:
     return (time.perf_counter() - began) * 1e3 / count
 
 
-def put_with_others(start: Any, queue: Any, items: Items, count: int) -> None:
+def put_with_others(start: Any, taken: Any, queue: Any, items: Items, count: int) -> None:
     start.wait()
     put(None, queue, items, count)
+    taken.wait(TIMEOUT_S)  # tensors end with the process that has put them
 
 
 def among_processes(items: Items, count: int) -> float:
     """Likewise, through a queue of Python's from children of this process."""
     spawn = multiprocessing.get_context("spawn")
-    queue, start = spawn.Queue(), spawn.Barrier(items.producers)
+    queue, start, taken = spawn.Queue(), spawn.Barrier(items.producers), spawn.Event()
     children = [
-        spawn.Process(target=put_with_others, args=(start, queue, items, count)) for _ in range(items.producers)
+        spawn.Process(target=put_with_others, args=(start, taken, queue, items, count)) for _ in range(items.producers)
     ]
     for child in children:
         child.start()
     try:
         return get(None, queue, items, count * items.producers)
     finally:
+        taken.set()
         for child in children:
             child.join()
 
