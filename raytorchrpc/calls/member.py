@@ -155,10 +155,12 @@ def set_locals(*locals_: LocalMember) -> None:
 def memberships(group: str | None = None) -> list[LocalMember]:
     """This process's memberships that an operation may mean.
 
-    ``group``: a name or a generation. None: any but those whose names begin with an underscore, which are a library's.
+    ``group``: a name or a generation. None: any; if there are others, none whose name begins with an underscore, as it
+    is a library's.
     """
     if group is None:
-        return [local for local in current.members.values() if not local.group.startswith("_")]
+        locals_ = [*current.members.values()]
+        return [local for local in locals_ if not local.group.startswith("_")] or locals_
     return [local for local in current.members.values() if group in (local.generation, local.group)]
 
 
@@ -186,7 +188,8 @@ def reaching(target: Any, group: str | None = None) -> LocalMember | None:
     whose call this thread serves, or of the only group that has the name; a rank that of the served group, or of the
     only group. Raises ConfigurationError where that leaves several.
     """
-    candidates = memberships(target.group if isinstance(target, Member) and target.group else group)
+    known = target.group or group if isinstance(target, Member) else group
+    candidates = [*current.members.values()] if known is None else memberships(known)
     having = [local for local in candidates if local.peers.known(target) is not None]
     if group is None and (served := current.members.get(current_scope.get().group)) in having:
         return served
@@ -194,6 +197,9 @@ def reaching(target: Any, group: str | None = None) -> LocalMember | None:
         if group is None and rejoin.pending():
             return None
         is_rank = isinstance(target, int) or target.isdecimal()
+        if group is None:  # first of all it means the program's
+            candidates = memberships()
+            having = [local for local in having if local in candidates] or ([] if is_rank else having)
         several = candidates if is_rank and having else having
         if len(several) > 1:
             which = f"a rank in each of {_named(several)}" if is_rank else f"a member of {_named(several)}"

@@ -29,15 +29,14 @@ _joined: rtr.Group | None = None
 
 
 def become_member(group: str | None, timeout: float) -> None:
-    """Join the group, unless this process is in one: an actor is, and a process that an engine has started is not.
+    """Join the group, unless this process is in one of the program's: an actor is, and a process that an engine has
+    started is not.
 
     With a name, a process that no member has started connects to Ray first, at ``RAY_ADDRESS`` or on this host.
     """
-    try:
-        rtr.current_member(timeout)
-        return
-    except rtr.NotAMember:
-        pass
+    with suppress(rtr.NotAMember):
+        if not rtr.current_member(timeout).group.startswith("_"):  # a library's, such as that of KV caches
+            return
     global _joined
     try:
         _joined = rtr.join(group, timeout=timeout)

@@ -58,7 +58,7 @@ class Settings:
         timeout_s: of a read; then the decode engine computes the prompt itself (seconds).
     """
 
-    group: str = "kv-caches"
+    group: str = "_kv-caches"
     hold_s: float = 120.0
     timeout_s: float = 30.0
 

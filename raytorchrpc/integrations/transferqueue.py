@@ -55,7 +55,7 @@ DEFAULTS = {
     "total_storage_size": None,  # samples in all units; None: no limit
     "required_node_resource": None,
     "unit_bytes": None,  # that a unit keeps, such as "64GiB"; None: a quarter of the memory that its process may use
-    "group": "transferqueue",
+    "group": "_transferqueue",
     "timeout": 200.0,  # of a put, get or clear (seconds)
 }
 #: So many consecutive samples are in one unit: a batch then crosses in few pieces.

@@ -104,7 +104,7 @@ def clients(count: int, *args: Any, **options: Any) -> list[Any]:
 def unit_pids(client: Any) -> dict[str, int]:
     """Once every unit answers: Ray may be restarting one."""
     answered(client.storage_manager.stats)
-    members = rtr.get_group("transferqueue").members
+    members = rtr.get_group("_transferqueue").members
     return {member.name: member.pid for member in members if member.name in client.storage_manager.storage_unit_infos}
 
 
@@ -217,7 +217,7 @@ def test_a_process_joins_by_itself_and_what_it_put_outlives_it() -> None:
         assert all(unit["bytes"] == unit["samples"] == 0 for unit in client.storage_manager.stats().values())
         pids = unit_pids(client)
     with pytest.raises(rtr.NotAMember):
-        rtr.get_group("transferqueue")
+        rtr.get_group("_transferqueue")
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), 30), "a unit goes on"
 
 

@@ -12,9 +12,11 @@ from ray import ActorID
 import raytorchrpc as rtr
 from tests.unit.members import Groups
 
-SHARED, OTHER = "aa" * 16, "bb" * 16
-"""Hex ids of actors: of one in both groups, and of one in the second."""
-HANDLE, ONLY_IN_TQ = (SimpleNamespace(_actor_id=ActorID.from_hex(each)) for each in (SHARED, OTHER))
+SHARED, OTHER, HIDDEN = "aa" * 16, "bb" * 16, "cc" * 16
+"""Hex ids of actors: of one in both groups of the program, of one in the second, and of one in a library's."""
+HANDLE, ONLY_IN_TQ, ONLY_IN_LIBRARY = (
+    SimpleNamespace(_actor_id=ActorID.from_hex(each)) for each in (SHARED, OTHER, HIDDEN)
+)
 
 
 @pytest.fixture
@@ -22,6 +24,7 @@ def groups() -> Iterator[Groups]:
     made = Groups(
         mine={"a": None, "learner": SHARED, "unique": None},
         tq={"a": None, "learner": SHARED, "unit": OTHER, "fourth": None},
+        _library={"a": None, "learner": None, "hidden": HIDDEN, "b": None, "c": None},
     )
     yield made
     made.use()
@@ -53,6 +56,13 @@ CASES: list[tuple[Any, str | None, str, str | None]] = [
     (1, "mine", "tq", "mine"),
     ("nobody", None, "", None),
     (7, None, "mine", None),
+    (ONLY_IN_LIBRARY, None, "", "_library"),
+    ("hidden", None, "", "_library"),
+    ("unique", None, "_library", "mine"),
+    ("learner", None, "_library", "_library"),
+    (4, None, "", None),
+    (4, None, "_library", "_library"),
+    (4, "_library", "", "_library"),
 ]
 
 
@@ -75,7 +85,7 @@ def test_what_names_no_target_means_the_group_that_is_served_or_the_only_one(gro
         rtr.current_member()
     with groups.serving("tq"):
         assert rtr.current_member().group == "tq" and rtr.current_member(group="mine").group == "mine"
-    with pytest.raises(rtr.NotAMember, match="in no group 'other'; it is in groups 'mine' and 'tq'"):
+    with pytest.raises(rtr.NotAMember, match="in no group 'other'; it is in groups 'mine', 'tq' and '_library'"):
         rtr.current_member(group="other")
     groups.use("tq")
     assert rtr.current_member().group == "tq"
