@@ -74,7 +74,10 @@ def engine(spawn: Spawn, *args: Any, **options: Any) -> Any:
     return spawn(KVEngine, *args, **{"max_concurrency": CLIENTS + 1, **options})
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)], ids=str)
+SIZES = [(2, 1), (1, 2), *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 1), (2, 2), (4, 1), (1, 4)))]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_ranks_of_both_engines_may_differ(spawn: Spawn, sizes: tuple[int, int]) -> None:
     """Where there are more ranks than KV heads, several have the same one."""
     prefill, decode = (engine(spawn, f"sizes {sizes}", size) for size in sizes)

@@ -120,7 +120,7 @@ class Consumer:
         return run(self._get_many(limit, timeout, min, keep))
 
     def get_nowait_batch(self, count: int) -> list[Any]:
-        """Take so many items, or raise Empty at once and take none. Other errors are those of ``get``."""
+        """Take ``count`` items, or raise Empty at once and take none. Other errors are those of ``get``."""
         whole = Request(
             checked_count("count", count), count, next(request_ids)
         )  # as an iteration's, which gets no less
