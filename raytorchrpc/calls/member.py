@@ -235,10 +235,6 @@ def resolved(waited: LocalMember, target: Any, group: str | None = None) -> Loca
 
 def _not_in(group: str | None) -> str:
     there = _named([*current.members.values()]) if current.members else "none"
-    if group is None:
-        return (
-            f"this process is in {there}, of a library: say that you mean it, {_example([*current.members.values()])}"
-        )
     return f"this process is in no group {group!r}; it is in {there}"
 
 

@@ -132,16 +132,16 @@ class Prompt:
     def as_parameters(self, engine_id: str, request_id: str) -> dict[str, Any]:
         """For the decode engine, in plain JSON; with names of vLLM's own connectors, at which a proxy may look."""
         names = {"remote_engine_id": engine_id, "remote_request_id": request_id, "tp_size": len(self.sources)}
-        ours = [self.sources, self.hold, self.tokens, self.block_sizes, self.heads]
+        handover = [self.sources, self.hold, self.tokens, self.block_sizes, self.heads]
         there = {"remote_host": None, "remote_port": None, _BLOCKS: self.blocks}
-        return {_REMOTE_PREFILL: True, _REMOTE_DECODE: False, **names, **there, _OURS: ours}
+        return {_REMOTE_PREFILL: True, _REMOTE_DECODE: False, **names, **there, _OURS: handover}
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any] | None) -> Prompt | None:
         """None: the request names no blocks elsewhere, or those of another connector."""
-        if not parameters or not parameters.get(_REMOTE_PREFILL) or not (ours := parameters.get(_OURS)):
+        if not parameters or not parameters.get(_REMOTE_PREFILL) or not (handover := parameters.get(_OURS)):
             return None
-        sources, hold, *others = ours
+        sources, hold, *others = handover
         return cls([Source(*each) for each in sources], hold, parameters[_BLOCKS], *others)
 
 

@@ -24,6 +24,8 @@ from raytorchrpc.process.threads import start as start_thread
 _NAME = "queue"
 _UNBOUNDED = 1 << 62
 _DAY = 86400.0
+#: For the actor to be placed and to start (seconds).
+_START_S = 300.0
 
 
 class Empty(rtr.Empty, ray.util.queue.Empty):
@@ -59,8 +61,8 @@ class _Joined:
     lock = Lock()
 
     def __init__(self, group: str, actor: Any) -> None:
-        """Blocks until others can reach it. Raises BootstrapError; RayActorError if the actor has ended."""
-        self.handle: rtr.Queue = ray.get(actor.queue.remote())
+        """Blocks until others can reach it. Raises BootstrapError; RayActorError, GetTimeoutError."""
+        self.handle: rtr.Queue = ray.get(actor.queue.remote(), timeout=_START_S)
         name = f"{os.getpid()}.{os.urandom(4).hex()}"  # pids of several hosts may be equal
         self._member = rtr.join(group, name=name, instance=_Nothing())
         self._drop = weakref.finalize(self, start_thread, self._member.leave, name="queue-leave")
