@@ -46,6 +46,14 @@ def watches_everybody(group: Any) -> bool:
     return all(member.is_watched for member in group._own("a test")._core._members.values())
 
 
+def closes_idle_connections(group: Any) -> bool:
+    """Whether the supervisor in this process has closed a connection to a member, as it does for want of descriptors,
+    or after a minute.
+    """
+    closed: bool = group._own("a test")._connections._lane._close_idle()
+    return closed
+
+
 def fail_to_take_requests(error: BaseException) -> None:
     """Have the threads of the lanes raise this where they take a request."""
 

@@ -575,10 +575,8 @@ class Supervisor:
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
         try:
-            if handle is None:  # this process
-                self._connections.ping(name, patience_s)
-            else:
-                watch = self._connections.watch(name, patience_s)
+            # Also to this process: a connection that is watched is never idle, so changes wait for no new one.
+            watch = self._connections.watch(name, patience_s)
         except Exception as error:
             # Where a connection existed, one that is refused tells that nothing listens there any more.
             why, refused = getattr(error, "cause", None) or str(error), isinstance(error.__cause__, OSError)

@@ -212,6 +212,13 @@ def test_an_actor_that_ray_restarts_while_it_is_added(spawn: Spawn, monkeypatch:
         assert ask(b, "c", "count")[1] == 1 and ask(c, "a", "count")[1] == 1
 
 
+def test_the_connections_by_which_members_learn_of_changes_last(peers: list[Any]) -> None:
+    """The driver's, too: on a busy machine a new one takes longer than the supervisor waits for one."""
+    with rtr.init_group(peers[:1], include_driver=True) as group:
+        assert wait_until(lambda: insides.watches_everybody(group), 60)
+        assert not insides.closes_idle_connections(group)
+
+
 def test_members_are_removed_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> None:
     latch = Latch.make(tmp_path / "latch")
     a, b, c = (spawn(Returning) for _ in range(3))
