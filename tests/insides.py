@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import ray
 
-from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc._compat import nixl_package, ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
@@ -27,6 +28,7 @@ from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.process.this_process import has_ended as has_ended
 
+needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 saved: Any = SimpleNamespace()
 """What a test saves in a process for its next call there. Say ``insides.saved``: a module is pickled by its name."""
 

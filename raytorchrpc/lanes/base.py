@@ -11,7 +11,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -517,9 +517,15 @@ class TensorLane(PeerLane):
     def expose(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Describe tensors of one device type, with any strides, for ``gather`` by any peer and as often as it likes.
 
-        Builtins only. The owner keeps the tensors. Raises LaneUnavailable if peers cannot read them in place.
+        Builtins only. The owner keeps the tensors, until ``conceal``. Raises LaneUnavailable if peers cannot read them
+        in place.
         """
         raise LaneUnavailable(self.name, "it does not read the memory of peers in place")
+
+    def conceal(self, descriptor: Any, peers: Iterable[str]) -> None:
+        """End what ``expose`` described, to these peers. A lane whose reads need the tensors keeps them until reads in
+        progress have ended. Does not block.
+        """
 
     def gather(self, peer: str, descriptor: Any, pieces: Sequence[Pieces], device: torch.device) -> None:
         """Copy pieces of what a peer has exposed to memory on ``device``, without that process's help.

@@ -15,21 +15,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from raytorchrpc._compat import nixl_package
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost
+from raytorchrpc.lanes.base import PeerAddress, Pieces
 from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
 from tests.conformance.peers import export, tensors
 from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only, make_pair
+from tests.insides import needs_nixl
 from tests.polling import wait_until
 
 MIB = 1 << 20
-needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 
 
 def test_without_the_package_the_lane_says_what_to_install() -> None:
@@ -222,6 +222,83 @@ def _fails_or_arrives(sent: Any) -> bool:
     except PeerLost:
         return True
     return True
+
+
+# --- what is exposed -------------------------------------------------------------------------------------------
+
+
+def _expose_ones(size: int) -> Any:
+    return lane().expose(_ones(size))
+
+
+def _gather(descriptor: Any, size: int) -> str:
+    """What came of it."""
+    target, one = torch.zeros(size, dtype=torch.uint8), numpy.zeros(1, numpy.int64)
+    try:
+        lane().gather("a", descriptor, [Pieces(one, one, one + target.data_ptr(), size)], target.device)
+    except (NotFound, PeerLost, LaneUnavailable) as error:
+        return type(error).__name__
+    return "right" if bool(target.all()) else "wrong"
+
+
+def _conceal(descriptor: Any) -> bool:
+    """Whether the memory is kept for now."""
+    lane().conceal(descriptor, ["b", "nobody"])
+    return lane()._end_exposed()
+
+
+def _is_let_go() -> bool:
+    return wait_until(lambda: not lane()._exposed, 20)
+
+
+@needs_nixl
+@pytest.mark.parametrize("kind", ["nixl", "nixl over tcp"])
+def test_what_is_exposed_is_kept_until_its_reader_is_done_with_it(form: Callable[..., Pair], kind: str) -> None:
+    pair = form(kind)
+    first, second, third = (pair.a.run(_expose_ones, 9 * MIB) for _ in range(3))
+    assert pair.b.run(_gather, first, 9 * MIB) == "right"
+    reader = pair.b.run(os.getpid)
+    os.kill(reader, signal.SIGSTOP)
+    try:
+        assert pair.a.run(_conceal, first)
+    finally:
+        os.kill(reader, signal.SIGCONT)
+    assert wait_until(lambda: len(pair.a.run(lambda: [*lane()._exposed])) == 2, 20)
+    assert pair.b.run(_gather, first, 9 * MIB) == "NotFound"
+    assert pair.b.run(_gather, second, 9 * MIB) == "right", "nothing else is lost"
+    pair.b.kill()
+    for descriptor in (second, third):
+        pair.a.run(_conceal, descriptor)
+    assert pair.a.run(_is_let_go)
+
+
+@needs_nixl
+def test_an_owner_that_dies_or_stands_still_is_lost_to_its_readers(form: Callable[..., Pair]) -> None:
+    size = 200 * MIB
+    for what in (signal.SIGKILL, signal.SIGSTOP):
+        pair = form("nixl over tcp", 64 * MIB, patience_s=1.0)
+        descriptor, owner = pair.a.run(_expose_ones, size), pair.a.run(os.getpid)
+        assert pair.b.run(_gather, descriptor, 1) == "right"
+        assert pair.b.run(_gather_while, descriptor, size, owner, what) == "PeerLost"
+        if what == signal.SIGSTOP:
+            assert pair.b.run(_used) > 0, "what still comes is written to memory of the lane"
+            os.kill(owner, signal.SIGCONT)
+            assert pair.b.run(_comes_back)
+            assert pair.b.run(_gather, descriptor, size) == "right"
+        else:
+            assert pair.b.run(_gather, descriptor, size) == "LaneUnavailable"
+
+
+def _gather_while(descriptor: Any, size: int, pid: int, what: int) -> str:
+    def strike() -> None:
+        assert wait_until(lambda: lane()._reading == 1, 10)
+        os.kill(pid, what)
+
+    threading.Thread(target=strike).start()
+    began = time.monotonic()
+    outcome = _gather(descriptor, size)
+    assert time.monotonic() - began < 10
+    return outcome
 
 
 # --- the process around it -------------------------------------------------------------------------------------

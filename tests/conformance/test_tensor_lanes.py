@@ -7,6 +7,7 @@ Two processes, ``a`` and ``b``; functions with an underscore run in them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import math
 import os
@@ -16,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import Copies, Copy, Target, TensorLane
+from raytorchrpc.lanes.base import Copies, Copy, Pieces, Target, TensorLane
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
@@ -33,10 +34,10 @@ from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors
+from tests.insides import needs_nixl
 from tests.polling import wait_until
 
 MIB = 1 << 20
-needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 GPU_KINDS = [
     pytest.param("cuda_ipc, one GPU", marks=pytest.mark.gpu(1)),
     pytest.param("cuda_ipc, two GPUs", marks=pytest.mark.gpu(2)),
@@ -426,6 +427,65 @@ def _read_regions(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torc
         assert same(_brought(target), expected), (offset, target.dtype, shape)
         memory = target if target._base is None else target._base
         assert (memory.reshape(-1).view(torch.uint8) != 0x55).sum() <= target.nbytes, "nothing else was written"
+
+
+# --- memory that is read in place ----------------------------------------------------------------------------------
+
+_IN_PLACE = ["shm", *NIXL_KINDS, *(kind for kind in GPU_KINDS if not kind.values[0].startswith("nccl"))]
+
+
+@pytest.mark.parametrize("pair", _IN_PLACE, indirect=True)
+def test_pieces_of_what_is_exposed_are_read_while_its_owner_runs_no_python(pair: Pair, tmp_path: Path) -> None:
+    descriptor = pair.a.run(_expose_layers)
+    pair.b.run(_gather_scattered, descriptor, 1)
+    os.mkfifo(held := tmp_path / "held")
+    end = os.open(held, os.O_RDWR)
+    pair.a.begin(_hold_the_interpreter, held)
+    assert wait_until((tmp_path / "holds").exists, 20)
+    pair.b.run(_gather_scattered, descriptor, 3)
+    os.write(end, b".")
+    pair.a.result()
+    os.close(end)
+
+
+#: Of exposed tensors: their rows are wider than what one read of nixl brings, or narrower.
+_WIDTHS, _ROWS = (5 * MIB + 3, 1000, 16), 12
+
+
+def _layers() -> list[torch.Tensor]:
+    whole = [random((_ROWS, width), torch.uint8, width) for width in _WIDTHS]
+    return [*whole, whole[1][2:, 100:], torch.empty(_ROWS, 0, dtype=torch.uint8)]
+
+
+def _expose_layers() -> Any:
+    tensors().kept["exposed"] = made = [tensor.to(tensors().device) for tensor in _layers()]
+    made[3] = made[1][2:, 100:]  # in the memory of another
+    descriptor = tensors().lane.expose(made)
+    assert _is_builtin(descriptor)
+    return descriptor
+
+
+def _hold_the_interpreter(until: Path) -> None:
+    end, read = os.open(until, os.O_RDWR), ctypes.PyDLL(None).read
+    until.with_name("holds").touch()
+    read(end, ctypes.create_string_buffer(1), 1)
+    os.close(end)
+
+
+def _gather_scattered(descriptor: Any, times: int) -> None:
+    for seed in range(times):
+        order = torch.randperm(_ROWS - 2, generator=torch.Generator().manual_seed(seed))[:7].numpy()
+        into, pieces = [torch.full_like(tensor, 1) for tensor in _layers()[:4]], []
+        into = [tensor.to(tensors().device) for tensor in into]
+        for number, target in enumerate(into):
+            width, here = target.shape[1], target.data_ptr() + order[::-1] * target.stride(0)
+            offset = order * (_WIDTHS[1] if number == 3 else width)
+            pieces.append(Pieces(numpy.full(len(order), number), offset, here, width))
+        tensors().lane.gather("a", descriptor, pieces, into[0].device)
+        for target, source in zip(into, _layers(), strict=False):
+            expected = torch.full_like(source, 1)
+            expected[order[::-1].copy()] = source[order]
+            assert torch.equal(target.cpu(), expected)
 
 
 # --- whose memory it is ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytorchrpc.lanes.base import Copies, Copy, Target
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, RowCopies, Scatter
+from raytorchrpc.lanes.common.gpu_copies import COPY_ROWS, RowCopies, Scatter
 from raytorchrpc.process.cuda_driver import Kernel, driver
 
 pytestmark = pytest.mark.gpu

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import nixl_package
 from tests import insides
-from tests.insides import in_actor
+from tests.insides import in_actor, needs_nixl
 from tests.polling import wait_until
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane
 
-pytestmark = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
+pytestmark = needs_nixl
 LANES = ("socket", "nixl", "torchrpc")
 
 

@@ -16,7 +16,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.insides import in_actor
+from tests.insides import in_actor, needs_nixl
 from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn, pid_of
@@ -53,7 +53,10 @@ def read_scattered() -> None:
             assert torch.equal(tensor[at], (torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) + layer)[rows])
 
 
-@pytest.mark.parametrize("lanes", [("socket", "shm"), ("socket",), ("torchrpc",)], ids="-".join)
+BY_NIXL = pytest.param(("socket", "nixl"), marks=needs_nixl)
+
+
+@pytest.mark.parametrize("lanes", [("socket", "shm"), BY_NIXL, ("socket",), ("torchrpc",)], ids="-".join)
 def test_rows_arrive_over_each_lane(spawn: Spawn, lanes: tuple[str, ...]) -> None:
     owner, reader = spawn(Owner), spawn(Peer)
     with rtr.init_group({"owner": owner, "reader": reader}, config=rtr.GroupConfig(lanes=lanes)):

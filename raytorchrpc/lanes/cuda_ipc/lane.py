@@ -40,9 +40,9 @@ from raytorchrpc.lanes.base import (
     size_of,
 )
 from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.common.gpu_copies import COPY_LISTED, COPY_ROWS, RowCopies, Rows, Scatter, queue_pieces
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_LISTED, COPY_ROWS, RowCopies, Rows, Scatter, queue_pieces
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
 from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from typing import Any, Literal, NamedTuple
 
+import numpy
+
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.setup import LaneSetup
@@ -71,6 +73,12 @@ Place = tuple[int, bytes, int, int]
 
 #: A range of registered memory: (address, bytes, its number).
 Span = tuple[int, int, int]
+#: Many of them: a row each (uint64) in an array.
+Spans = Sequence[Span] | numpy.ndarray
+
+
+def _checked(spans: Spans) -> Any:
+    return spans if isinstance(spans, numpy.ndarray) else [(*map(index, span),) for span in spans]
 
 
 def _library(package: str | None) -> Any:
@@ -152,10 +160,11 @@ class Agent:
             raise LaneUnavailable(LANE, f"cannot register {size} bytes of {kind} memory ({error}): {remedy}") from error
         return Registered(number, kind, address, size, blob, handle)
 
-    def deregister(self, memory: Registered) -> None:
+    def deregister(self, *memories: Registered) -> None:
         """Undo ``register``. No read into this memory may be in progress."""
-        with contextlib.suppress(Exception):
-            self._agent.deregisterMem(memory.handle, self._ucx)
+        for memory in memories:
+            with contextlib.suppress(Exception):
+                self._agent.deregisterMem(memory.handle, self._ucx)
 
     # --- other agents --------------------------------------------------------------------------------------
 
@@ -190,14 +199,14 @@ class Agent:
 
     # --- reads ---------------------------------------------------------------------------------------------
 
-    def read(self, name: str, kind: Kind, here: Sequence[Span], there: Sequence[Span], notice: bytes) -> Read:
-        """Begin to copy spans of another agent's memory to spans here. It receives ``notice`` once all are done.
+    def read(self, name: str, kind: Kind, here: Spans, there: Spans, notice: bytes = b"") -> Read:
+        """Begin to copy spans of another agent's memory to spans here. It receives ``notice``, if any, once all are
+        done.
 
         Raises Lost, or TypeError for spans that are none.
         """
         nixl = self._nixl
-        local, remote = ([(*map(index, span),) for span in spans] for spans in (here, there))
-        target, source = (nixl.nixlXferDList(self._types[kind], spans) for spans in (local, remote))
+        target, source = (nixl.nixlXferDList(self._types[kind], _checked(spans)) for spans in (here, there))
         try:
             handle = self._agent.createXferReq(nixl.NIXL_READ, target, source, name, notice, self._ucx)
         except Exception as error:

@@ -21,7 +21,7 @@ from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Place, Registered
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.tensors.dtypes import Shape, within
+from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
 _SMALLEST = 1 << 16
 
@@ -128,8 +128,7 @@ class HostPool:
             blocks += list(self._given.values())
             self._free.clear()
             self._given.clear()
-        for block in blocks:
-            self._agent.deregister(block.memory)
+        self._agent.deregister(*(block.memory for block in blocks))
 
     def _collect(self) -> None:
         while self._returned:
@@ -197,6 +196,28 @@ def check_members(places: Sequence[Place], members: Sequence[Members], shapes: S
                 within(offset, nbytes, size)
 
 
+def register_all(agent: Agent, tensors: Sequence[torch.Tensor]) -> list[Registered]:
+    """Register the memory of CPU tensors, once where they overlap. Raises LaneUnavailable."""
+    ends: list[list[int]] = []
+    for begin, size in sorted((tensor.data_ptr(), _span(tensor)) for tensor in tensors):
+        if ends and begin < ends[-1][1]:
+            ends[-1][1] = max(ends[-1][1], begin + size)
+        elif size:
+            ends.append([begin, begin + size])
+    registered: list[Registered] = []
+    try:
+        for begin, end in ends:
+            registered.append(agent.register("cpu", begin, end - begin))
+    except LaneUnavailable:
+        agent.deregister(*registered)
+        raise
+    return registered
+
+
+def _span(tensor: torch.Tensor) -> int:
+    return span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+
+
 class Segments:
     """Registered CUDA allocations. Thread-safe. Freed ones are deregistered when the next one is registered."""
 
@@ -230,6 +251,5 @@ class Segments:
 
     def close(self) -> None:
         with self._lock:
-            for memory in self._known.values():
-                self._agent.deregister(memory)
+            self._agent.deregister(*self._known.values())
             self._known.clear()

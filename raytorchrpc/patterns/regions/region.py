@@ -61,9 +61,9 @@ class Description(NamedTuple):
 class Region:
     """Tensors of this process that other members read in pieces, with ``raytorchrpc.read``, when they like.
 
-    The region uses the tensors as they are and copies nothing. Readers on this host read CPU tensors out of this
-    process's memory, and CUDA tensors over ``cuda_ipc``, without this process's help; for others, this process collects
-    the rows in a message. It keeps the tensors until ``close``, or until this process leaves its group.
+    The region uses the tensors as they are and copies nothing. Over ``shm``, ``cuda_ipc`` and ``nixl``, readers read
+    them out of this process's memory without its help; for others, this process collects the rows in a message. It
+    keeps the tensors until ``close``, or until this process leaves its group; over ``nixl``, until reads have ended.
 
     A reader that has no lease may read rows while this process writes to them. ``lease`` tells when to write.
 
@@ -249,6 +249,7 @@ class ExposedRegion:
         # Random, so that leases of an earlier process of this member are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
         self._exposed: dict[tuple[str, str], Any] = {}
+        self._readers: set[str] = set()
 
     def checked(self, rows: Rows | None) -> numpy.ndarray:
         return checked_rows(rows, self.rows, f"region {self.name!r}")
@@ -312,13 +313,18 @@ class ExposedRegion:
         """See ``Served``."""
         for lease in list(self._leases.values()):
             self.end(lease, "closed")
-        self._tensors, self._exposed = {}, {}
+        exposed, self._tensors, self._exposed = self._exposed, {}, {}
+        for (_, name), descriptor in exposed.items():
+            if (lane := self.local.tensor_lanes.get(name)) is not None:
+                lane.conceal(descriptor, self._readers)
 
     # --- services ------------------------------------------------------------------------------------------------
 
     def describe(self, rank: int) -> Description:
         """What the region has, and how the member of that rank can read it."""
-        beside = self.local.peers.route_back(rank).beside
+        route = self.local.peers.route_back(rank)
+        beside = route.beside
+        self._readers.add(route.member.name)
         by_type: dict[str, list[torch.Tensor]] = {}
         entries = []
         for name, tensor in self._tensors.items():

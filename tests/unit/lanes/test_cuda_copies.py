@@ -15,10 +15,9 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Copies, Copy, Pieces, Target
+from raytorchrpc.lanes.common import gpu_copies as module
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.cuda_ipc import copies as module
-from raytorchrpc.lanes.cuda_ipc import lane
-from raytorchrpc.lanes.cuda_ipc.copies import (
+from raytorchrpc.lanes.common.gpu_copies import (
     COPY_LISTED,
     COPY_ROWS,
     Dimension,
@@ -29,6 +28,7 @@ from raytorchrpc.lanes.cuda_ipc.copies import (
     queue_pieces,
     rows_of,
 )
+from raytorchrpc.lanes.cuda_ipc import lane
 from raytorchrpc.process.cuda_driver import Driver, Kernel
 from raytorchrpc.tensors.dtypes import OutOfBounds, span_of, within
 from tests.unit.host_kernels import HostDriver

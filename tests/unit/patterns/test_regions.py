@@ -12,15 +12,17 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from tests.insides import needs_nixl
 from tests.polling import wait_until
 from tests.unit.members import Members
 
 LONG = 20.0
 
 
-@pytest.fixture(params=["shm", "messages"])
-def members(request: pytest.FixtureRequest) -> Iterator[Members]:
-    beside = {"cpu": "shm"} if request.param == "shm" else {}
+@pytest.fixture(params=["shm", pytest.param("nixl", marks=needs_nixl), "messages"])
+def members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    beside = {} if request.param == "messages" else {"cpu": request.param}
+    monkeypatch.setenv("UCX_TLS", "all")  # here is no RDMA
     with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside=beside) as made:
         yield made
 
