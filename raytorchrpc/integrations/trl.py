@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial, wraps
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,7 @@ class RayTorchRpcWeightTransfer:
         group: str = "trl",
         config: rtr.GroupConfig | None = None,
         into: str = "auto",
+        lend: bool = False,
         timeout: float = 600,
     ) -> None:
         """Describe the transfer; does nothing yet.
@@ -55,9 +57,11 @@ class RayTorchRpcWeightTransfer:
             group: the name of the group that this process is in, or else forms.
             config: settings of the group that is formed. None: from the environment, and ``joinable_by="cluster"``.
             into: how the weights get into vLLM's model; see ``raytorchrpc.integrations.vllm.engine.InitInfo``.
+            lend: the server's workers read the model itself, and the store takes no memory; see ``WeightStore.lend``.
+                What TRL gathers of shards is held during an update; FSDP1 frees it before: ConfigurationError.
             timeout: seconds for the server to start, and for each update.
         """
-        self._server_url, self._store_name, self._into = server_url, store, into
+        self._server_url, self._store_name, self._into, self._lend = server_url, store, into, lend
         self.timeout = timeout
         """Seconds for the next update; may be changed between two."""
         self._group, self._config = group, config
@@ -81,17 +85,35 @@ class RayTorchRpcWeightTransfer:
     def pause(self) -> None:
         """Do nothing yet: the server generates until the weights are published."""
 
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]], count: int | None = None) -> None:
         """Publish the weights, pause the server, and have its workers pull them. Blocks until they have them.
 
         A server that is started again meanwhile is updated, too. Raises RayTorchRpcError if the server fails, or does
         not answer in time; its text says whether the server's model has tensors of two versions.
+
+        ``count``: how many the iterator yields, if its end changes those that it has yielded, as TRL's does that
+        merges an adapter for so long.
         """
         if self._store is None:  # a second train() of this trainer, for which TRL initialises nothing
             self.init_weight_transfer()
         assert self._store is not None
-        version = self._store.publish(iterator, timeout=self.timeout)
-        self._deliver(f"version {version} of {self._store_name!r}, and stays paused", partial(self._bring, version))
+        with self._offered(self._store, iterator, count) as version:
+            self._deliver(f"version {version} of {self._store_name!r}, and stays paused", partial(self._bring, version))
+
+    @contextmanager
+    def _offered(
+        self, store: rtr.WeightStore, iterator: Iterator[tuple[str, torch.Tensor]], count: int | None
+    ) -> Iterator[int]:
+        """Make the weights a version, and yield its number; what is lent is taken back at the end."""
+        if not self._lend:
+            yield store.publish(iterator, timeout=self.timeout)
+            return
+        try:
+            with store.lend(dict(islice(iterator, count)), timeout=self.timeout) as version:
+                yield version
+        finally:
+            for _ in iterator:  # all processes gather alike, and TRL's end of it unmerges an adapter
+                pass
 
     def send_adapter(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """Publish ``adapter_of(model)`` of ``integrations.adapters``, and have the server load it. Blocks until it has.
@@ -203,7 +225,7 @@ def use_in_server_mode(**options: Any) -> None:
 
         def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
             assert self.communicator is not None
-            self.communicator.send_weights(named_params)
+            self.communicator.send_weights(named_params, len(metadata))
             self.communicator.resume()
 
         def close_communicator(self) -> None:

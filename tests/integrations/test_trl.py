@@ -37,6 +37,9 @@ from tests.polling import suspend
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cluster")]
 
 
+LORA = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights="gaussian")
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("llama"))
@@ -102,14 +105,19 @@ def server_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     use_in_server_mode(timeout=60)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize(("kind", "lend", "peft"), [("GRPO", False, None), ("RLOO", True, None), ("GRPO", True, LORA)])
 @pytest.mark.usefixtures("server_mode")
-def test_a_trainer_in_server_mode_brings_its_weights(kind: str, path: str, server: Server, tmp_path: Path) -> None:
-    trainer = make_stable_trainer(kind, path, url_of(server), tmp_path)
+def test_a_trainer_in_server_mode_brings_its_weights(
+    kind: str, lend: bool, peft: Any, path: str, server: Server, tmp_path: Path
+) -> None:
+    use_in_server_mode(timeout=60, lend=lend)
+    trainer = make_stable_trainer(kind, path, url_of(server), tmp_path, peft)
     trainer.train()
     assert trainer.state.global_step == 3
     trainer.vllm_generation.sync_weights()
     assert server.greedy() == greedy(trainer, path)
+    held = sum(row.held for row in rtr.get_group("trl").stats().weights)
+    assert (held == 0) == lend, "the store has no memory of what is lent"
     trainer.vllm_generation.vllm_client.close_communicator()
 
 
@@ -119,9 +127,7 @@ def test_of_a_peft_model_the_adapter_alone_is_sent(path: str, tmp_path: Path) ->
     server = Server(path, options=(*options, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"))
     try:
         base = server.greedy()
-        modules = ["q_proj", "v_proj", "down_proj"]
-        adapter = LoraConfig(r=8, lora_alpha=64, target_modules=modules, init_lora_weights="gaussian")
-        trainer = make_stable_trainer("GRPO", path, url_of(server), tmp_path, adapter)
+        trainer = make_stable_trainer("GRPO", path, url_of(server), tmp_path, LORA)
         trainer.train()
         trainer.vllm_generation.sync_weights()
         tokens, client = greedy(trainer, path), trainer.vllm_generation.vllm_client
