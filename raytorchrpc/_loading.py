@@ -43,7 +43,6 @@ def begin() -> None:
 
 
 def finish() -> None:
-    """The package is loaded."""
     _done.set()
 
 

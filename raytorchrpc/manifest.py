@@ -160,12 +160,10 @@ class JobOptions(ClusterOptions, frozen=True):
 
 
 def ray_cluster(options: ClusterOptions) -> dict[str, Any]:
-    """Build a ``RayCluster``."""
     return _object("RayCluster", options, _cluster_spec(options))
 
 
 def ray_job(options: JobOptions) -> dict[str, Any]:
-    """Build a ``RayJob`` with its own cluster, which is deleted after the job has ended."""
     spec = {
         "entrypoint": options.entrypoint,
         "shutdownAfterJobFinishes": True,

@@ -20,7 +20,6 @@ def check_plots() -> None:
 
 
 def draw(result: Result) -> bytes:
-    """Draw a PNG."""
     out = io.BytesIO()
     picture(result).savefig(out, format="png", dpi=110, metadata={"Software": None})
     return out.getvalue()

@@ -94,7 +94,6 @@ class Runner:
     """Whose turns have begun, of those that have their own."""
 
     def run(self) -> None:
-        """Measure every case, within the time."""
         budget_s = self.options.budget_s
         jobs = [Job(device, *case) for device in self.options.devices for case in self.options.cases().items()]
         jobs.sort(key=lambda job: not self._able(job))  # what has only reasons comes last, and takes no time
@@ -128,7 +127,6 @@ class Runner:
         self.report(f"{case.device}, {case.name}: {name}", before + share * case.sizes.index(size) / len(case.sizes))
 
     def _able(self, job: Job) -> list[Contestant]:
-        """The contestants that can be measured at some size."""
         return [
             one
             for one in self.options.contestants
@@ -161,7 +159,6 @@ class Runner:
         self.gpu_names |= {ready.gpu_name for team in fresh.values() for ready in team.ready if ready.gpu_name}
 
     def _turn(self, one: Contestant, device: Device, pattern: Pattern, size: int) -> float:
-        """One turn of a contestant."""
         if (reason := obstacle(one, device, self.site)) is not None:
             raise Failed(reason)
         if (reason := patterns.obstacle(one, pattern, device, size)) is not None:
@@ -197,6 +194,5 @@ class Runner:
                 team.end(f"its turn did not end: {failure}")
 
     def end(self) -> None:
-        """End all actors."""
         for team in self._teams.values():
             team.end("the run has ended")

@@ -140,7 +140,6 @@ def document(results: Sequence[Result], pictures: Sequence[str | None] = ()) -> 
 
 
 def section(result: Result, picture: str | None = None, level: str = "##") -> list[str]:
-    """The paragraphs of one result."""
     facts = [*result.machine, f"tree {result.tree}, {result.started[:10] or 'undated'}"]
     parts = [
         f"{level} {result.title or result.machine[0]}",

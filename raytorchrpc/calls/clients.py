@@ -268,7 +268,6 @@ class _Operation:
         raise NotAMember(f"no group that this process formed or fetched has a member {self.home!r}: {members}")
 
     def everywhere(self) -> tuple[list[Any], list[Exception]]:
-        """See ``OwnGroups.everywhere``."""
         self._join(self.clients)
         if not self._joined:
             self._raise_failures()

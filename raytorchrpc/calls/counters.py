@@ -337,7 +337,6 @@ class WeightCounters:
         return [self.row(member, store) for store in stores]
 
     def row(self, member: str, store: StoreKey) -> WeightStats:
-        """The counters of one store."""
         with self._lock:
             row = self._ended.get(store) or WeightStats("", *store)
             pulls = [pull for pull in self._pulls if pull.store == store]

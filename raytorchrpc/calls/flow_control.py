@@ -65,7 +65,6 @@ class CreditWindow:
             self._grant()
 
     def enqueue(self, call: int, size: int) -> Queued:
-        """Queue for credit."""
         queued = call, size, Completion()
         self.queue.append(queued)
         self._grant()

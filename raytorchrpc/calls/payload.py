@@ -343,7 +343,6 @@ class PendingTensors:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The tensors' dtypes and shapes."""
         return shapes_of(self._runs)
 
     def _take(self) -> tuple[str, Any, list[Shape]]:

@@ -69,7 +69,6 @@ class Window(Receiver):
     def receive(
         self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
     ) -> tuple[int, Any]:
-        """See Receiver."""
         try:
             places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
             self.result = codec.decode(*body._replace(tensors=places), as_given=True)

@@ -105,7 +105,6 @@ class Rejoin:
         fork.register(self)
 
     def after_fork(self) -> tuple[()]:
-        """See fork.ForkAware."""
         if not self.over:
             self._refusal = NotAMember(_no_group(self.actor_id))
             fork.forked_from("a restarted actor")
@@ -233,7 +232,6 @@ def begin(serve: Callable[[Rejoin], None]) -> None:
 
 
 def finish(generation: str) -> None:
-    """See Rejoin.finish."""
     if _current is not None:
         _current.finish(generation)
 

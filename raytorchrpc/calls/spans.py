@@ -81,7 +81,6 @@ class Tracer:
         self.add(Event(kind, name, begin, time.monotonic(), self.here(), None, about))
 
     def add(self, event: Event) -> None:
-        """Record an event."""
         self._last = next(self._recorded)
         self._events.append(event)
 

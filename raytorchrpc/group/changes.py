@@ -47,7 +47,6 @@ class ChangeLog:
         self._grown = threading.Condition()
 
     def put(self, change: Change) -> None:
-        """Add a change."""
         with self._grown:
             self._changes.append(change)
             self._last += 1

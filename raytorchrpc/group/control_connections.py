@@ -66,7 +66,6 @@ class ControlConnections:
         self._watches: dict[str, Pending] = {}
 
     def _serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
-        """See ``lanes.base.Serve``."""
         if self._run is None:
             return None
         if message.header[0] == protocol.PING:

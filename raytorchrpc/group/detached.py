@@ -72,7 +72,6 @@ class _HostActor:
     def form(
         self, name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float, generation: str
     ) -> None:
-        """See supervisor.form."""
         self._is_asked.set()
         try:
             form(name, config, participants, timeout_s, generation, self._host)
@@ -86,7 +85,6 @@ class _HostActor:
 
     @ray.method(concurrency_group=_CHANGES)
     def changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]]:
-        """See ChangeLog.after."""
         return self._hosted.changes.after(after, wait_s)
 
     def info(self) -> GroupInfo:
@@ -122,7 +120,6 @@ class DetachedHost:
         return _answer(self._name, self._actor.do.remote(method, *args, **kwargs), patience_s)
 
     def admit_client(self, request: JoinRequest) -> None:
-        """See Supervisor.admit_client."""
         self._check_running()
         _answer(self._name, self._actor.do.remote("admit_client", request), request.timeout_s, _CLIENT_GRACE_S)
 
@@ -156,7 +153,6 @@ class DetachedHost:
         return self._feed.listen(listener)
 
     def _fetch_changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]] | None:
-        """See ``changes.Fetch``."""
         if after is None:
             return _answer(self._name, self._actor.changes.remote(None, 0.0), 0.0)  # type: ignore[no-any-return]
         until = time.monotonic() + wait_s + _GRACE_S
@@ -244,7 +240,6 @@ def find_detached(name: str) -> DetachedHost | None:
 
 
 def detached_names() -> list[str]:
-    """The names of all detached groups of this cluster."""
     if not ray.is_initialized():
         return []
     actors = ray.util.list_named_actors(all_namespaces=True)

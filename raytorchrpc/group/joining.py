@@ -203,7 +203,6 @@ class Client:
         fork.register(self)
 
     def after_fork(self) -> tuple[()]:
-        """See fork.ForkAware."""
         join.forget(self._generation)
         fork.forked_from(f"a client of group {self._host.last_info.name!r}")
         return ()

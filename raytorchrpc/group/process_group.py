@@ -477,12 +477,10 @@ def process_group_info(*, timeout: float = 0.0, group: str | None = None) -> Pro
 
 
 def call_collectives(local: LocalMember, method: Callable[..., Any], *args: Any) -> Any:
-    """Run a method of Collectives."""
     return method(collectives_of(local), *args)
 
 
 def make_process_group(local: LocalMember, meeting: Meeting) -> None:
-    """See Collectives.make."""
     listeners = GuardedListeners(list(meeting.info.ranks))
     store = MemberStore(partial(_send_to_home, local, meeting.info), listeners.look_at)
     collectives_of(local).make(meeting, store, listeners)

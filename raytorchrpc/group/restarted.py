@@ -66,7 +66,6 @@ def post_record(generation: str, record: Record | None) -> None:
 
 
 def record_of(generation: str) -> Record | None:
-    """The record of one group."""
     text = ray_internals.stored(_GROUPS + generation)
     return None if text is None else Record(*pickle.loads(text))
 

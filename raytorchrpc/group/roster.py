@@ -25,7 +25,6 @@ from raytorchrpc.topology.endpoint import Endpoint
 
 
 def is_actor(handle: Any) -> bool:
-    """Whether a member's handle is that of an actor."""
     return handle is not None and not isinstance(handle, JoinedProcess)
 
 
@@ -54,7 +53,6 @@ class MemberRecord:
 
     @property
     def process(self) -> tuple[int, int]:
-        """See core.ProcessId."""
         return self.member.rank, self.member.incarnation
 
 
@@ -136,7 +134,6 @@ class Roster:
         return replace(self, clients={**self.clients, name: seen.records[name]})
 
     def record(self, name: str) -> MemberRecord:
-        """Of a member or a client."""
         return self.records.get(name) or self.clients[name]
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
@@ -248,7 +245,6 @@ class Roster:
 
 
 def _rpc_name(actor_id: str | None, probe: Probe) -> str:
-    """The torchrpc name of a member's process."""
     if probe.agent is not None:
         return probe.agent.name
     # No colon: torch's RemoteModule takes "name/device" and reads a colon as "rank:".

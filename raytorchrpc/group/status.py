@@ -63,7 +63,6 @@ class GroupStatus:
 
 @functools.cache
 def as_json() -> TypeAdapter[GroupStatus]:
-    """Converts a status."""
     from pydantic import TypeAdapter  # takes as long to load as the whole of raytorchrpc
 
     return TypeAdapter(GroupStatus)

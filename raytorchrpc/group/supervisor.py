@@ -139,7 +139,6 @@ class Supervisor:
 
     @property
     def roster(self) -> Roster:
-        """The members as they are now."""
         return self._core.roster
 
     # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
@@ -295,7 +294,6 @@ class Supervisor:
     def process_group(
         self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None = None
     ) -> ProcessGroupInfo:
-        """Create a process group across these members, or all."""
         deadline = time.monotonic() + timeout_s
         check_backend(backend, {})  # a wrong name is refused before the wait
         if away := self.wait_ready(timeout_s, names):
@@ -312,7 +310,6 @@ class Supervisor:
             self._making.release()
 
     def stats(self, timeout_s: float) -> GroupStats:
-        """What all members have counted, by peer."""
         self._check_running()
         status = self.status(timeout_s, peers=True)
         return GroupStats(status.reading, (*status.away, *status.silent))
@@ -395,7 +392,6 @@ class Supervisor:
             self._restarts.end(self._session_lasts())
 
     def after_fork(self) -> tuple[()]:
-        """See fork.ForkAware."""
         if not self._stopped:
             self._stopped = True  # none of its threads runs here
             fork.forked_from(f"the process that formed group {self.roster.name!r}")

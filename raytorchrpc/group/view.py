@@ -205,7 +205,6 @@ class Table:
 
     @property
     def info(self) -> GroupInfo:
-        """The group as it is now."""
         with self._lock:
             if self._info is None:
                 members = tuple(self.members[rank] for rank in sorted(self.members))

@@ -158,7 +158,6 @@ class Guard:
         listener.close()
 
     def after_fork(self) -> list[fork.Address]:
-        """See fork.ForkAware."""
         self._lock, self._thread = Lock(), None
         doors = [door.listener for door in self._doors.values()]
         self._doors, self._silent, self._talking = {}, {}, []

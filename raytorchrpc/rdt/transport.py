@@ -33,7 +33,6 @@ _DEVICES = ("cpu", "cuda")
 
 
 def register() -> None:
-    """See ``rdt.enable``."""
     ray_internals.register_transport(TRANSPORT, _DEVICES, TorchRpcTransport, torch.Tensor)
     reduce_for_transports()
 

@@ -199,7 +199,6 @@ class OutgoingCall:
         return True
 
     def check_reader(self) -> None:
-        """See Completion.check_reader."""
         self.pending.check_reader()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
@@ -377,7 +376,6 @@ class OutgoingCall:
         return body, value, size, came_by
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
-        """The stream that the call has opened."""
         calls, route, options, number = self._calls, self._route, self._options, header.number
         unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep, method=self._method)
 

@@ -141,7 +141,6 @@ class StreamTable(dict[int, Any]):
         self._numbers = itertools.count(1)
 
     def add(self, stream: Any) -> int:
-        """Returns its number."""
         number = next(self._numbers)
         self[number] = stream
         return number
@@ -156,7 +155,6 @@ class StreamTable(dict[int, Any]):
         """A member that was away has no streams."""
 
     def close(self, error: Exception) -> None:
-        """Close all streams."""
         for stream in self.copy().values():
             stream.close()
 

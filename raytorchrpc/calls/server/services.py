@@ -179,7 +179,6 @@ class Services:
         return [row for kind, name, each in served for row in each.metric_rows(kind, name)]
 
     def names(self, kind: str) -> list[str]:
-        """The names of all objects of that kind."""
         with self._lock:
             return [name for of_kind, name in self._served if of_kind == kind]
 

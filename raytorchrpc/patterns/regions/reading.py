@@ -162,16 +162,13 @@ class _Reads:
         """By rank and region."""
 
     def lose(self, rank: int) -> None:
-        """See ``Served``."""
         for key in [key for key in list(self.known) if key[0] == rank]:
             self.known.pop(key, None)
 
     def keep_only(self, rank: int, process: str | None) -> None:
-        """See ``Served``."""
         self.lose(rank)
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         self.known.clear()
         self.workers.stop()
 

@@ -310,7 +310,6 @@ class ExposedRegion:
         """See ``Served``."""
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         for lease in list(self._leases.values()):
             self.end(lease, "closed")
         exposed, self._tensors, self._exposed = self._exposed, {}, {}

@@ -52,7 +52,6 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors.values()])
 
     def take(self, model: Model | Pairs) -> None:

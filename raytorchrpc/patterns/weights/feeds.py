@@ -119,7 +119,6 @@ class Feeds(Readable):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """See ``Holder``."""
         with self._lock:
             return tuple(feed.version for feed in self._feeds.values() if feed.is_lasting)
 
@@ -221,7 +220,6 @@ class Feeds(Readable):
             self.pool.drop_spare_memory()
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         with self._lock:
             self._waits.settle(error=error)
 

@@ -124,7 +124,6 @@ class Readable:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """See ``Holder``."""
         return self.pool.held
 
     @property
@@ -231,7 +230,6 @@ class Versions(Generic[V]):
         return None
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         with self._lock:
             self._broken = error
             self._waits.settle(error=error)

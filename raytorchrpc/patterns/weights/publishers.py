@@ -134,7 +134,6 @@ class Coordinator(Versions[Committed]):
             self._end_loan(version)
 
     def _kept(self, publisher: int) -> list[int]:
-        """The versions that a publisher has to keep."""
         return [*self._versions, *self._staged_by(publisher)]
 
     def _kept_now(self, publisher: int) -> list[int]:
@@ -248,7 +247,6 @@ class Coordinator(Versions[Committed]):
                     self._drop_staged()
 
     def close(self, error: Exception) -> None:
-        """See ``Served``."""
         super().close(error)
         with self._lock:
             self._behind.settle(error=error)
@@ -400,7 +398,6 @@ class PublishedShards(PublishedWeights):
         self._retire(lambda number: number not in versions)
 
     def retire_before(self, version: int) -> None:
-        """Retire the versions before this one."""
         self._retire(lambda number: number < version)
 
     def keep_only(self, rank: int, process: str | None) -> None:

@@ -37,7 +37,6 @@ class Slice:
 
 @functools.lru_cache(4096)
 def _slice_of(dtype: str, shape: tuple[int, ...], place: PlaceInWhole | None) -> Slice:
-    """See ``Row``."""
     whole, offset = (shape, (0,) * len(shape)) if place is None else place
     return Slice(dtype, whole, Box(offset, shape))
 

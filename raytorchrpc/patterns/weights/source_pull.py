@@ -106,7 +106,6 @@ class SourcePull:
         return self.lease.leased
 
     def release(self) -> None:
-        """See ``SourceLease``."""
         self.lease.release()
         self.failure = None  # which holds the frames that hold this
 
