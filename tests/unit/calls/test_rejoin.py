@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,11 +62,14 @@ def record(generation: str) -> Any:
 
 
 @pytest.fixture
-def listening(records: dict[str, Any]) -> tuple[Rejoin, threading.Thread]:
+def listening(records: dict[str, Any]) -> Iterator[tuple[Rejoin, threading.Thread]]:
     rejoin = Rejoin("actor")
     thread = threading.Thread(target=restarted._serve_groups, args=(rejoin,), daemon=True)
     thread.start()
-    return rejoin, thread
+    yield rejoin, thread
+    for generation in ("1", "2"):
+        rejoin.finish(generation)
+    assert ends(thread), "else it goes on without what the test has replaced"
 
 
 def ends(thread: threading.Thread, patience_s: float = LONG_S) -> bool:
