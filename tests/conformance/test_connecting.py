@@ -158,53 +158,6 @@ def test_a_request_whose_caller_is_interrupted_is_not_sent(
     assert later.result() == ("kept",) and kept(callee) == [b"second"]
 
 
-@pytest.mark.parametrize("step", ["begins a queue", "joins one"])
-def test_a_caller_that_is_interrupted_as_its_request_enters_a_queue_leaves_none_behind(
-    pair: tuple[Node, Node], accepts: threading.Event, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    caller, callee = pair
-    interrupts = [KeyboardInterrupt()]
-
-    class Waiting(dict[str, Any]):
-        def __setitem__(self, peer: str, queue: Any) -> None:
-            super().__setitem__(peer, queue)
-            Failing(interrupts, list)()
-
-    class Queue(connections._Queue):
-        def append(self, request: connections.Request) -> None:
-            super().append(request)
-            Failing(interrupts, list)()
-
-    lane: Any = caller.lane
-    if step == "begins a queue":
-        lane._waiting, before = Waiting(), []
-    else:
-        monkeypatch.setattr(connections, "_Queue", Queue)
-        before = [Sent(caller, b"before")]
-    with pytest.raises(KeyboardInterrupt):
-        Sent(caller, b"interrupted")
-    later = Sent(caller, b"later")
-    accepts.set()
-    assert [each.result() for each in (*before, later)] == [("kept",)] * (1 + len(before))
-    assert kept(callee) == [b"before"] * len(before) + [b"later"]
-
-
-def test_a_thread_whose_queue_was_abandoned_ends_no_connection_of_others(pair: tuple[Node, Node]) -> None:
-    caller, _ = pair
-    caller.call("keep")
-    lane: Any = caller.lane
-    made = lane._made["b"]
-    abandoned = connections._Queue(None)  # type: ignore[arg-type]
-    abandoned.clear()
-    lane._open("b", abandoned)
-    lane._made, lane._aside = {}, {"b": [made]}
-    lane._next("b", abandoned, made)
-    assert not made.ended
-    lane._aside = {}
-    lane._next("b", abandoned, made)
-    assert made.ended
-
-
 def test_a_request_ends_though_the_thread_that_sent_it_breaks_off(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

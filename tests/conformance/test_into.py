@@ -1,6 +1,4 @@
-"""Tensors received into memory of the receiver's out of messages, and what becomes of it where a transfer fails.
-
-test_tensor_lanes.py has the same for every lane for tensors.
+"""What becomes of the receiver's memory where a transfer fails; test_tensor_lanes has those that do not.
 
 Functions with an underscore run in the processes ``a`` and ``b``.
 """
@@ -9,27 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 
-from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Copies
 from raytorchrpc.lanes.nccl.lane import NcclLane
-from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
-from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes
-from tests.conformance.peers import ALL_DTYPES, random, same, tensors
+from tests.conformance.peers import tensors
 from tests.conformance.pipes import PipeCarrier
 from tests.conformance.test_tensor_lanes import MIB
 from tests.polling import wait_until
-
-Make = Callable[..., list[torch.Tensor]]
 
 
 def test_a_transfer_that_fails_in_the_middle_writes_no_more_once_that_is_told() -> None:
@@ -98,49 +89,3 @@ def _unchanged() -> None:
     target, then = tensors().kept.pop("lost")
     assert torch.equal(target, then)
     assert int(target[0]) == 7, "it had begun"
-
-
-# --- in the message --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["loopback", "socket over unix", "nng over tcp", "torchrpc"])
-def messengers(request: pytest.FixtureRequest) -> Iterator[message_lanes.Pair]:
-    pair = message_lanes.make_pair(request.param)
-    yield pair
-    pair.kill()
-
-
-def test_every_shape_out_of_a_message(messengers: message_lanes.Pair) -> None:
-    for shape in message_lanes.SHAPES:
-        messengers.run(_message_body, _of_shape, shape)
-
-
-def _of_shape(shape: str) -> list[torch.Tensor]:
-    return message_lanes.SHAPES[shape]()
-
-
-def test_every_dtype_out_of_a_message(messengers: message_lanes.Pair) -> None:
-    messengers.run(_message_body, _every_dtype)
-
-
-def _every_dtype() -> list[torch.Tensor]:
-    return [random((3, 4), dtype, seed) for seed, dtype in enumerate(ALL_DTYPES)]
-
-
-def _message_body(make: Make, *args: Any) -> None:
-    codec, made = Codec(), make(*args)
-    encoded = codec.encode(made)
-    for strided in (False, True):
-        reply = peers.ask("work", *encoded.tensors, payload=encoded.payload)
-        reply.make_current()
-        buffers = [_buffer(tensor, strided) for tensor in made]
-        body = reply.body._replace(payload=bytes(reply.body.payload))
-        _, result = Buffers(buffers).receive(codec, body, [], "b.echo", keep=False)
-        assert [id(tensor) for tensor in result] == [id(buffer) for buffer in buffers]
-        assert all(same(*both) for both in zip(buffers, made, strict=True))
-
-
-def _buffer(like: torch.Tensor, strided: bool) -> torch.Tensor:
-    shape = (*like.shape, 2) if strided else tuple(like.shape)
-    wider = random(shape, like.dtype, 99)
-    return wider[..., 1] if strided else wider

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import numpy
@@ -14,7 +13,6 @@ from raytorchrpc.lanes.nng.offers import NngClient, NngServer, OfferAddress
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
-from tests.polling import wait_until
 from tests.programs import run_program
 
 CLIENT = NngClient()
@@ -71,40 +69,6 @@ def test_what_is_not_offered_and_who_may_not(server: NngServer) -> None:
     server.close()
     with pytest.raises(PeerLost):
         CLIENT.fetch(address, SECRET, "key", 10)
-
-
-def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
-    address = server.open()
-    fetch_one(address, server)  # what is made once is made now
-    before = peers.open_things()
-    wrong: list[object] = []
-
-    def fetcher(number: int) -> None:
-        try:
-            fetch_one(address, server, number)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=fetcher, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == []
-
-    def same_but_workers() -> bool:
-        (threads, descriptors), (threads_before, descriptors_before) = peers.open_things(), before
-        return {name for name in threads - threads_before if "offers" not in name} == set() and len(descriptors) <= len(
-            descriptors_before
-        )
-
-    assert wait_until(same_but_workers, 20), peers.open_things()
-
-
-def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None:
-    server.offer(f"{number}", Codec().encode(torch.full((500_000,), number)))
-    value = Codec().decode(*CLIENT.fetch(address, SECRET, f"{number}", 20))
-    assert value.eq(number).all()
 
 
 # --- the process ---------------------------------------------------------------------------------------------

@@ -33,11 +33,6 @@ class Producer(Peer):
             self.log.append("closed")
 
     @rtr.method
-    def fail(self, count: int) -> Iterator[int]:
-        yield from range(count)
-        raise KeyError("on purpose")
-
-    @rtr.method
     def wait(self) -> str:
         self.began.set()
         self.go.wait(30)
@@ -89,14 +84,6 @@ class AsyncProducer(AsyncPeer):
     async def taken_log(self) -> list[str]:
         log, self.log = self.log, []
         return log
-
-    @rtr.method
-    async def total(self, target: str, count: int, numel: int) -> float:
-        """Of all items of another member's stream."""
-        total = 0.0
-        async for item in await rtr.rpc_async(target).tensors(count, numel):
-            total += float(item["tensor"].sum())
-        return total
 
     @rtr.method
     async def read_one(self, target: str) -> int:

@@ -255,26 +255,6 @@ def test_a_process_that_hangs_as_it_loads_torch_is_named(tmp_path: Path) -> None
     ray.kill(actor)
 
 
-@pytest.mark.usefixtures("cluster")
-def test_one_that_loads_its_class_is_awaited_while_it_uses_the_processor(latch: MakeLatch) -> None:
-    """By-value classes load what they use, such as torch, before the package can say that it is loading."""
-
-    class Works:
-        def __init__(self, gate: Latch) -> None:
-            until = time.process_time() + 6.0
-            while time.process_time() < until:
-                pass
-            gate.pass_through()
-
-    gate = latch()
-    actor = ray.remote(num_cpus=0)(Works).remote(gate)
-    with pytest.raises(rtr.BootstrapError, match="loading its class, or in its __init__") as raised:
-        rtr.init_group([actor], timeout=3)
-    waited = re.search(r"no answer within (\d+) s", str(raised.value))
-    assert waited is not None and 6 <= int(waited[1]) <= 15
-    ray.kill(actor)
-
-
 def test_it_says_meanwhile_whom_it_waits_for_and_why(
     spawn: Spawn,
     peers: list[Any],

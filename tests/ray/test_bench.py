@@ -81,18 +81,6 @@ def test_ctrl_c_leaves_no_process(bench: Command, moment: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, tmp_path: Path) -> None:
-    # A busy machine would not get through in the time that it takes at most without --budget.
-    code, out, err = bench.run("--quick", "--budget", "200", "--json", "quick.json", folder=tmp_path)
-    assert code == 0, out + err
-    result = read_result(tmp_path / "quick.json")
-    complete(result)
-    assert measured(result) >= {"raytorchrpc", "ray", "bare-socket", "memcpy"}
-    assert "waiting for" in err
-    assert bench.gone_within(40)
-
-
-@pytest.mark.slow
 def test_every_pattern_has_figures_of_every_contestant(bench: Command, tmp_path: Path) -> None:
     chosen = ["--pattern", "all", "--sizes", "nothing,1.25KB", "--device", "cpu", "--budget", "200"]
     code, out, err = bench.run("--quick", *chosen, "--json", "r.json", folder=tmp_path, timeout=240)
@@ -116,16 +104,7 @@ def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
     try:
         other = cluster.add_node(num_cpus=1)
         hosts = [cluster.head_node.node_id, other.node_id]
-        chosen = [
-            "--rows",
-            "raytorchrpc,bare-torchrpc,ray",
-            "--sizes",
-            "20KB,1MB",
-            "--device",
-            "cpu",
-            "--budget",
-            "200",
-        ]
+        chosen = ["--rows", "raytorchrpc,bare-torchrpc,ray", "--sizes", "20KB,1MB", "--device", "cpu", "--budget=200"]
         arguments = ["--address", cluster.address, "--hosts", *hosts, *chosen, "--json", str(tmp_path / "r.json")]
         code, out, err = bench.run(*arguments, timeout=250)
         assert code == 0, out + err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,14 @@ class Value:
 
 
 @pytest.fixture(scope="module")
-def two(spawn_for_module: Spawn, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+def pair(spawn_for_module: Spawn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """The second alone can import the module."""
     a, b = spawn_for_module(Peer), spawn_for_module(Peer)
     path: Path = tmp_path_factory.mktemp("at-the-callee")
     (path / f"{MODULE}.py").write_text(SOURCE)
     ray.get(b.run.remote(lambda: sys.path.append(str(path))))
-    return a, b
-
-
-@pytest.fixture
-def pair(two: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    with rtr.init_group({"a": two[0], "b": two[1]}):
-        yield two
+    with rtr.init_group({"a": a, "b": b}):
+        yield a, b
 
 
 def raise_own() -> None:
@@ -98,10 +94,7 @@ def test_a_result_of_a_class_that_only_the_callee_has_names_the_method(pair: tup
     assert "the result of b.give cannot be unpickled here" in text and f"No module named '{MODULE}'" in text
 
 
-KINDS = [SystemExit, BaseException]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [SystemExit, BaseException])
 def test_an_error_whose_unpickling_exits_ends_no_caller(pair: tuple[Any, Any], kind: type[BaseException]) -> None:
     def raise_it() -> None:
         raise_one_that_exits(kind, "a")
@@ -112,16 +105,17 @@ def test_an_error_whose_unpickling_exits_ends_no_caller(pair: tuple[Any, Any], k
     assert ray.get(pair[0].run.remote(outcome, "double", 4))[1] == "8"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_result_whose_unpickling_exits_names_the_method(pair: tuple[Any, Any], kind: type[BaseException]) -> None:
-    name, text, _ = ray.get(pair[0].run.remote(outcome, "give", lambda: Exits(kind, "a")))
-    assert name == "SerializationError"
-    assert "the result of b.give cannot be unpickled here" in text and "asked to exit" in text
-
-
-@pytest.mark.parametrize("kind", [*KINDS, KeyboardInterrupt])
-def test_an_argument_whose_unpickling_exits_names_the_method(pair: tuple[Any, Any], kind: type[BaseException]) -> None:
-    name, text, _ = ray.get(pair[0].run.remote(outcome, "keep", Exits(kind, "b")))
-    assert name == "SerializationError"
-    assert "an argument of b.keep cannot be unpickled there" in text and "asked to exit" in text
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [*product(["result", "argument"], [SystemExit, BaseException]), ("argument", KeyboardInterrupt)],
+)
+def test_a_value_whose_unpickling_exits_names_the_method(
+    pair: tuple[Any, Any], what: str, kind: type[BaseException]
+) -> None:
+    method, value, said = {
+        "result": ("give", lambda: Exits(kind, "a"), "the result of b.give cannot be unpickled here"),
+        "argument": ("keep", Exits(kind, "b"), "an argument of b.keep cannot be unpickled there"),
+    }[what]
+    name, text, _ = ray.get(pair[0].run.remote(outcome, method, value))
+    assert name == "SerializationError" and said in text and "asked to exit" in text
     assert ray.get(pair[0].run.remote(outcome, "double", 4))[1] == "8"

@@ -61,34 +61,11 @@ def test_items_arrive_as_they_were_when_they_were_yielded(group: dict[str, Any])
             assert numbers == list(range(12)), (name, method, numel)
 
 
-def test_a_coroutine_reads_a_stream_of_another_actor(group: dict[str, Any]) -> None:
-    for target in ("plain", "looping", "other"):
-        assert rtr.rpc_sync("other").total(target, 10, LARGE) == 45 * LARGE, target
-
-
 def test_rays_own_streaming_works_as_before(group: dict[str, Any]) -> None:
     for name, method in STREAMS:
         refs = getattr(group[name], method).remote(3, 10)
         assert [ray.get(ref)["number"] for ref in refs] == [0, 1, 2], (name, method)
     assert rtr.rpc_sync("plain").double(2) == 4
-
-
-def test_an_error_and_an_early_end_leave_the_actor_free(group: dict[str, Any]) -> None:
-    stream, numbers = rtr.rpc_sync("plain").fail(6), []
-    with pytest.raises(KeyError, match="on purpose"):
-        for number in stream:
-            numbers.append(number)
-    assert numbers == list(range(6))
-    for name in ("plain", "looping"):
-        stream = rtr.rpc_sync(name).tensors(1000, LARGE)
-        assert next(stream)["number"] == 0
-        stream.close()
-        assert rtr.rpc_sync(name, timeout=10).double(2) == 4 and log_of(name) == ["closed"]
-
-
-def test_a_generator_cannot_be_called_with_remote(group: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match="is a generator: call it with rpc_sync or rpc_async"):
-        rtr.remote("plain").tensors(3, 10).to_here()
 
 
 def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Spawn) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
@@ -35,36 +33,12 @@ def group(stores: list[Any]) -> Iterator[rtr.Group]:
         yield group
 
 
-@pytest.fixture
-def form() -> Iterator[Callable[..., rtr.Group]]:
-    """Forms a group of its own; ends it after the test."""
-    formed: list[rtr.Group] = []
-
-    def form_one(actors: list[Any], **settings: Any) -> rtr.Group:
-        members, config = dict(zip("pq", actors, strict=True)), rtr.GroupConfig(**settings)
-        formed.append(rtr.init_group(members, name="another", config=config))
-        return formed[-1]
-
-    yield form_one
-    for group in formed:
-        group.shutdown()
-
-
-@pytest.fixture(scope="module")
-def two(spawn_for_module: Spawn) -> list[Any]:
-    return [spawn_for_module(TensorStore) for _ in range(2)]
-
-
 class TensorStore(Store):
     """Does with tensors what it is told."""
 
     @rtr.method
     def echo(self, value: Any) -> Any:
         return value
-
-    @rtr.method
-    def fill(self, tensor: torch.Tensor, value: int) -> torch.Tensor:
-        return tensor.fill_(value)
 
     @rtr.method
     def checksum(self, value: Any) -> int:
@@ -170,79 +144,3 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
 
 
 # --- nothing is kept -----------------------------------------------------------------------------------------------
-
-
-def churn(seed: int) -> int:
-    """300 calls to the two others, up to eight at a time; every value is checked. Returns how many were made."""
-    generator = torch.Generator().manual_seed(seed)
-    names = [name for name in "abc" if name != rtr.current_member().name]
-    under_way: list[tuple[int, bool, Any]] = []
-    done = 0
-    for number in range(300):
-        size = int(10 ** (1 + 5.2 * torch.rand(1, generator=generator).item()))
-        value: Any = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        value = value.numpy() if number % 3 == 0 else value
-        echo = number % 2 == 0
-        proxy = rtr.rpc_async(names[number % 2], timeout=60)
-        under_way.append((checksum(value), echo, proxy.echo(value) if echo else proxy.checksum(value)))
-        while len(under_way) > (8 if number < 299 else 0):
-            expected, echo, future = under_way.pop(0)
-            result = future.wait()
-            assert (checksum(result) if echo else result) == expected
-            done += 1
-    return done
-
-
-def test_many_calls_from_all_at_once_leave_nothing(stores: list[Any], group: rtr.Group) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    ray.get([store.run.remote(churn, seed) for seed, store in enumerate(stores)], timeout=60)  # warm
-    before = [in_actor(store, descriptors) for store in stores]
-    threads = [len(ray.get(store.threads.remote(), timeout=60)) for store in stores]
-    made = ray.get([store.run.remote(churn, 3 + seed) for seed, store in enumerate(stores)], timeout=60)
-    assert made == [300] * 3
-    assert all_given_back(stores)
-    for store, descriptors_before, threads_before in zip(stores, before, threads, strict=True):
-        assert in_actor(store, descriptors) <= descriptors_before + 4
-        assert len(ray.get(store.threads.remote(), timeout=60)) <= threads_before + 8  # idle ones may end
-
-
-def call_and_forget() -> None:
-    for _ in range(20):
-        rtr.rpc_async("b").ones(LARGE)
-        rtr.rpc_async("b").echo(torch.ones(LARGE))
-    rtr.rpc_sync("b").double(1)
-
-
-def let_it_arrive() -> None:
-    future = rtr.rpc_async("b").ones(LARGE)
-    assert wait_until(future.done, 30)
-
-
-def fail() -> None:
-    with pytest.raises(TypeError):
-        rtr.rpc_sync("b").fill(torch.ones(LARGE), 1, 2, 3)
-    with pytest.raises(rtr.SerializationError):
-        rtr.rpc_sync("b").echo([torch.ones(LARGE), threading.Lock()])
-
-
-@pytest.mark.parametrize("drop", [call_and_forget, let_it_arrive, fail], ids=lambda drop: drop.__name__)
-def test_what_nobody_takes_is_given_back(stores: list[Any], group: rtr.Group, drop: Callable[[], None]) -> None:
-    in_actor(stores[0], drop)
-    assert all_given_back(stores)
-
-
-def test_a_result_after_its_deadline_is_given_back(
-    stores: list[Any], group: rtr.Group, latch: Callable[[], Latch]
-) -> None:
-    gate = latch()
-
-    def give_up() -> None:
-        with pytest.raises(rtr.RpcTimeout):
-            rtr.rpc_sync("b", timeout=0.2).ones(LARGE, gate)
-
-    in_actor(stores[0], give_up)
-    gate.open_for_all()
-    in_actor(stores[0], lambda: rtr.rpc_sync("b").double(1))  # it ran behind the late one
-    assert all_given_back(stores)

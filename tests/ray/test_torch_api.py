@@ -43,15 +43,6 @@ def members(spawn_for_module: Spawn) -> Iterator[Members]:
 # --- torch.distributed.rpc -------------------------------------------------------------------------------------
 
 
-class Counter:
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-    def add(self, amount: int) -> int:
-        self.value += amount
-        return self.value
-
-
 def fail() -> None:
     raise ValueError("on purpose")
 
@@ -92,24 +83,6 @@ def test_a_member_that_has_called_shutdown_says_so_and_works_in_the_next_group(s
     with rtr.init_group(handles, name="second") as group:
         right = next(member.rpc_name for member in group.members if member.name == "right")
         assert ray.get(handles["left"].run.remote(call, right), timeout=60) == (2, 6)
-
-
-def test_remote_objects_and_their_rrefs(members: Members) -> None:
-    def check(b: str, c: str) -> None:
-        rref = rpc.remote(b, Counter, args=(5,))
-        assert rref.rpc_sync().add(1) == 6
-        assert rref.rpc_async().add(1).wait() == 7
-        assert rref.remote().add(1).to_here() == 8
-        assert rpc.rpc_sync(c, add_through, args=(rref, 2)) == 10  # by way of a third
-        assert rtr.rpc_sync("c").give(lambda: rref.rpc_sync().add(1)) == 11  # and by ours
-        assert rref.to_here().value == 11
-        assert rref.owner_name() == b
-
-    members.in_a(check, members.names["b"], members.names["c"])
-
-
-def add_through(rref: Any, amount: int) -> int:
-    return int(rref.rpc_sync().add(amount))
 
 
 # --- distributed autograd through our calls --------------------------------------------------------------------

@@ -58,11 +58,6 @@ def by_torchs_api(peer: str) -> None:
     assert rpc.rpc_sync(name_of(peer), operator.add, args=(1, 2)) == 3
 
 
-def by_torchs_names(peer: str) -> None:
-    assert rpc.get_worker_info(name_of(peer)).name == name_of(peer)
-    assert rpc.rpc_async(name_of(peer), operator.add, args=(1, 2)).wait() == 3
-
-
 def by_autograd(peer: str) -> None:
     with dist_autograd.context() as context:
         weight = torch.ones(2, requires_grad=True)
@@ -74,7 +69,7 @@ def name_of(peer: str) -> str:
     return next(member.rpc_name for member in rtr.get_group().members if member.name == peer)
 
 
-@pytest.mark.parametrize("use", [by_rref, by_torchs_api, by_torchs_names, by_autograd])
+@pytest.mark.parametrize("use", [by_rref, by_torchs_api, by_autograd])
 def test_it_starts_at_both_ends_of_its_first_use(
     group: rtr.Group, actors: dict[str, Any], use: Callable[[str], None]
 ) -> None:

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 
 from raytorchrpc.bench.actors import Calls, Samples, Window, measure
-from raytorchrpc.bench.cases import OUT_OF_TIME, Case, Failed, Figure, Size, Skipped, Stuck
+from raytorchrpc.bench.cases import OUT_OF_TIME, Case, Failed, Figure, Size, Skipped
 from raytorchrpc.bench.cases import measure as take_turns
-from raytorchrpc.bench.contestants import CALLS, Contestant, choose
-from raytorchrpc.bench.patterns import Options, Pattern, Shape
-from raytorchrpc.bench.runs import Runner
-from raytorchrpc.bench.teams import Place
-from tests.unit.bench.test_bench import place, site
+from raytorchrpc.bench.patterns import Pattern
 
 # --- in an actor ---------------------------------------------------------------------------------------------------
 
@@ -142,105 +138,3 @@ def test_ctrl_c_leaves_the_figures_so_far() -> None:
         turns.take((1, 2, 3))
     assert turns.found["b", 1].median == turns.found["a", 2].median == 1 and turns.found["b", 2].median is None
     assert ("a", 3) not in turns.found
-
-
-# --- a whole run -----------------------------------------------------------------------------------------------------
-
-
-class ScriptedTeam:
-    """Stands for the actors of contestants."""
-
-    log: list[str]
-    breaks: dict[str, Failed]
-
-    def __init__(self, one: Contestant, where: Place, shape: Shape) -> None:
-        self.one, self.shape = one, shape
-        self.failed: str | None = None
-        self.ready: tuple[Any, ...] = ()
-        self.via = "shm"
-        self.log.append(f"start {one.name}")
-
-    def starts(self, timeout_s: float) -> bool:
-        return False
-
-    def _do(self, step: str) -> None:
-        self.log.append(step)
-        if step in self.breaks:
-            raise self.breaks[step]
-
-    def open(self) -> None:
-        self._do(f"open {self.one.name}")
-
-    def resume(self) -> None:
-        self._do(f"resume {self.one.name}")
-
-    def pause(self) -> None:
-        self._do(f"pause {self.one.name}")
-
-    def turn(self, device: str, pattern: Pattern, size: int, window_s: float, timeout_s: float) -> float:
-        self._do(f"turn {self.one.name} {size}")
-        return 1.0
-
-    def drop(self) -> None:
-        self.log.append("drop")
-
-    def end(self, why: str) -> None:
-        self.log.append(f"end {self.one.name}")
-        self.failed = self.failed or why
-
-
-@pytest.fixture
-def run() -> Callable[..., dict[Any, Figure]]:
-    """Run contestants with scripted actors; returns the figures by contestant, pattern and size."""
-
-    def measured(names: list[str], *patterns: Pattern, sizes: tuple[int, ...] = (0, 1250)) -> Any:
-        options = Options(choose(names, CALLS), ("cpu",), patterns or (Pattern(),), sizes, 60.0, None, 2, 0.01)
-        here = site(place())
-        runner = Runner(options, here, Place(["node"]), lambda text, part: None, ScriptedTeam)  # type: ignore[arg-type]
-        runner.run()
-        runner.end()
-        return {(figure.contestant, figure.case, figure.size): figure for figure in runner.figures}
-
-    ScriptedTeam.log, ScriptedTeam.breaks = [], {}
-    return measured
-
-
-def test_a_figure_says_which_lane_it_took(run: Any) -> None:
-    figures = run(["raytorchrpc", "ray"])
-    assert ScriptedTeam.log.count("turn raytorchrpc 1250") == 3
-    assert figures["raytorchrpc", "quiet", 1250].via == "shm"
-
-
-def test_actors_serve_all_cases_of_their_number_and_end_when_none_needs_them(run: Any) -> None:
-    run(["raytorchrpc", "ray"], Pattern("one"), Pattern("two"), Pattern("wide", members=4))
-    log = [line for line in ScriptedTeam.log if line.split()[0] in ("start", "end")]
-    assert log == ["start raytorchrpc", "start ray", "end raytorchrpc", "end ray"] * 2
-
-
-def test_what_polls_is_active_in_its_own_turns_only(run: Any) -> None:
-    run(["raytorchrpc", "bare-torchrpc"], sizes=(1250,))
-    log = [line for line in ScriptedTeam.log if line.split()[0] in ("resume", "pause", "turn")]
-    between = log[log.index("resume bare-torchrpc") + 1 : log.index("pause bare-torchrpc")]
-    assert between == ["turn bare-torchrpc 1250"] * 3 and log.count("resume bare-torchrpc") == 1
-
-
-def test_one_that_is_stuck_loses_its_actors_and_starts_anew_with_the_next_case(run: Any) -> None:
-    ScriptedTeam.breaks = {"turn ray 0": Stuck("no answer within 60 s")}
-    figures = run(["raytorchrpc", "ray"], Pattern("one"), Pattern("two"))
-    assert figures["ray", "one", 0].reason == figures["ray", "one", 1250].reason == "no answer within 60 s"
-    assert figures["raytorchrpc", "one", 0].median == 1.0
-    assert ScriptedTeam.log.count("start ray") == 2 and ScriptedTeam.log.count("start raytorchrpc") == 1
-
-
-def test_patterns_with_sizes_of_their_own_share_a_table(run: Any) -> None:
-    rows = Pattern("an empty call, ms", size=0), Pattern("in flight, calls/s", "calls/s", size=1250, in_flight=64)
-    figures = run(["raytorchrpc", "ray"], *rows)
-    assert [*figures] == [(name, "calls beside peers", row.name) for row in rows for name in ("raytorchrpc", "ray")]
-    assert {one.unit for one in figures.values()} == {""} and ScriptedTeam.log.count("turn ray 1250") == 3
-    assert ScriptedTeam.log.index("open ray") < ScriptedTeam.log.index("turn raytorchrpc 0")
-
-
-def test_what_cannot_run_here_starts_no_actors_and_says_why(run: Any) -> None:
-    figures = run(["raytorchrpc", "bare-socket"], Pattern("many", in_flight=8))
-    assert figures["bare-socket", "many", 0].reason == "a socket has no calls beside each other"
-    assert "start bare-socket" not in ScriptedTeam.log

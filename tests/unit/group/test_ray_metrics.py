@@ -131,14 +131,6 @@ def test_gauges_are_0_for_what_has_gone_and_once_the_member_has_left(source: Sou
     assert set(meters.gauges.values()) == {0}
 
 
-def test_items_that_return_to_their_queue_are_counted_once(source: Source) -> None:
-    exporting = source.exporter()
-    for taken in (5, 3, 4, 7):
-        source.queues = [QueueStats("a", "queue", "batches", "", taken=taken)]
-        exporting.record()
-    assert source.meters.total("queue_moved", operation="taken") == 7
-
-
 def test_totals_have_as_many_series_whatever_the_number_of_peers_methods_and_subscribers() -> None:
     def series(size: int, fine: bool) -> int:
         source = Source()

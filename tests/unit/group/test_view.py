@@ -19,25 +19,6 @@ def moved(group: Group) -> Delta:
     return group.view.since(group.view.version - 1)
 
 
-def test_a_member_follows_each_change_and_all_of_them_at_once() -> None:
-    group = Group(1)
-    each, rare = group.follower(), group.follower()
-    was = group.view.version
-    for change in (
-        lambda: group.view.mark(group.away("worker_3", "worker_4")),
-        lambda: group.view.admit(group.restarted("worker_3"), JOINING),
-        lambda: group.view.mark({3: None}),
-        lambda: group.view.describe({5: elsewhere(group.prepared["worker_5"])}),
-        lambda: group.view.remove({6: None, 4: Absence("its actor died", True, True)}),
-    ):
-        change()
-        each.follow(moved(group))
-        each.check(group.view)
-    rare.follow(group.view.since(was))
-    rare.check(group.view)
-    assert each.reconnected == rare.reconnected == ["worker_3"], "the others keep their connections"
-
-
 def test_a_delta_that_comes_twice_or_late_changes_nothing() -> None:
     group, was = Group(1), 1
     member = group.follower()
