@@ -86,7 +86,6 @@ class Runner:
     site: Site
     place: Place
     report: Report
-    start: Callable[[Contestant, Place, Shape], Team] = Team
     figures: list[Figure] = field(default_factory=list)
     gpu_names: set[str] = field(default_factory=set)
     _teams: dict[Key, Team] = field(default_factory=dict)
@@ -141,7 +140,7 @@ class Runner:
         for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
             self._teams.pop(key).end("no case needs it")
         place = self.place if job.device == "cuda" else self.place._replace(gpus=())
-        fresh = {key: self.start(key[0], place, key[2]) for key in needed if key not in self._teams}
+        fresh = {key: Team(key[0], place, key[2]) for key in needed if key not in self._teams}
         self._teams |= fresh
         waiting, limit = list(fresh.values()), time.monotonic() + START_S
         while waiting and time.monotonic() < limit:
