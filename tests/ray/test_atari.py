@@ -75,6 +75,7 @@ def test_a_run_is_resumed_by_any_transport_and_where_collectors_remember(transpo
     assert iteration_of(tmp_path) == 40
 
 
+@pytest.mark.slow
 def test_the_same_seed_plays_the_same_game() -> None:
     def first(seed: int) -> Rows:
         torch.manual_seed(seed)
@@ -90,6 +91,7 @@ def test_the_same_seed_plays_the_same_game() -> None:
     assert one.ages.tolist() == list(range(40)) and len({frame.sum().item() for frame in one.frames}) > 5
 
 
+@pytest.mark.slow
 def test_an_episode_ends_with_a_frame_that_leads_nowhere() -> None:
     player = Player("Pong", 0)
     policy = Network("tiny", player.actions)

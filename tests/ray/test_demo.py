@@ -24,6 +24,7 @@ def without_waits(err: str) -> str:
     return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("group 'default', after "))
 
 
+@pytest.mark.slow
 def test_reaches_the_accuracy_and_shows_what_the_calls_cost(cluster: None, demo: Command) -> None:
     code, out, err = demo.run("--quick", "--address", ray.get_runtime_context().gcs_address)
     assert code == 0, out + err

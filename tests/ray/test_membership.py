@@ -78,6 +78,7 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn, caplog: pytest.LogCap
         assert ray.get([one.view.remote() for one in (a, b, c)]) == [(("a", 0, 0), ("b", 1, 1), ("c", 2, 0))] * 3
 
 
+@pytest.mark.slow
 def test_importing_the_package_lets_the_group_reach_a_restarted_actor(spawn: Spawn, tmp_path: Path) -> None:
     """Ray cannot: its only thread runs the interrupted method again, which waits until the actor has rejoined."""
     cold = {"env_vars": {"COLD": "1"}}  # processes that import the package themselves; see warm_workers

@@ -124,14 +124,9 @@ print("fine")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(AGAIN, id="ids again", marks=pytest.mark.slow),
-        pytest.param(MAIN, id="main"),
-    ],
-)
+@pytest.mark.parametrize("code", [AGAIN, MAIN], ids=["ids again", "main"])
 def test_a_driver(code: str) -> None:
     script = Script(START + code, ray.get_runtime_context().gcs_address)
     try:
