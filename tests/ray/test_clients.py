@@ -26,8 +26,8 @@ from tests.ray.conftest import Spawn
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    return {"home": spawn_for_module(Peer, max_restarts=-1), "a": spawn_for_module(Peer)}
+def actors(spawn_for_module: Spawn, peers: list[Any]) -> dict[str, Any]:
+    return {"home": spawn_for_module(Peer, max_restarts=-1), "a": peers[0]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,7 +113,7 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
         rtr.Queue.find("none")
 
 
-def test_calls_and_who_is_listed(actors: dict[str, Any], group: rtr.Group, spawn: Spawn) -> None:
+def test_calls_and_who_is_listed(actors: dict[str, Any], group: rtr.Group, peers: list[Any]) -> None:
     assert rtr.rpc_sync(actors["a"]).double(2) == 4
     large = torch.rand(1 << 20)
     assert torch.equal(rtr.rpc_async("home").double(large).wait(), large * 2)
@@ -124,7 +124,7 @@ def test_calls_and_who_is_listed(actors: dict[str, Any], group: rtr.Group, spawn
     assert asyncio.run(call()) == 6
     with pytest.raises(rtr.NotAMember, match="without joining it"):
         rtr.current_member()
-    group.add({"b": spawn(Peer)})
+    group.add({"b": peers[1]})
     for members in (group.members, ray.get(actors["a"].run.remote(lambda: rtr.get_group("fed").members))):
         assert [(member.rank, member.name) for member in members] == [(0, "home"), (1, "a"), (2, "b")]
     assert rtr.rpc_sync("b").double(1) == 2
@@ -140,9 +140,8 @@ def subscribe_and_end(name: str) -> None:
     os._exit(1)
 
 
-def test_a_client_that_ends_holds_nobody_up(spawn: Spawn) -> None:
-    a = spawn(Peer)
-    with rtr.init_group({"reader": a}, name="held up", detached=True):
+def test_a_client_that_ends_holds_nobody_up(peers: list[Any]) -> None:
+    with rtr.init_group({"reader": peers[1]}, name="held up", detached=True):
         topic = rtr.Topic("news", home="reader")
         task = ray.remote(num_cpus=0, max_retries=0)(subscribe_and_end).remote("held up")
         assert wait_until(lambda: topic.stats()["subscribers"] == 1, 60)
@@ -164,12 +163,12 @@ def test_what_cannot_work_is_refused() -> None:
         rtr.Queue("work", home="home", maxsize=3).put(1)
 
 
-def test_two_groups_with_the_same_names(actors: dict[str, Any], spawn: Spawn) -> None:
-    other, bound, store = spawn(Peer), rtr.Queue("bound", home="home"), rtr.WeightStore("bound", home="home")
+def test_two_groups_with_the_same_names(actors: dict[str, Any], peers: list[Any]) -> None:
+    bound, store = rtr.Queue("bound", home="home"), rtr.WeightStore("bound", home="home")
     bound.put(1)
     assert store.version() == 0
     ray.get(actors["home"].run.remote(lambda: rtr.WeightStore("bound").publish({"w": torch.ones(2)})))
-    with rtr.init_group({"home": other, "b": spawn(Peer)}, name="other"):
+    with rtr.init_group({"home": peers[1], "b": peers[2]}, name="other"):
         with pytest.raises(rtr.ConfigurationError, match="groups 'fed' and 'other' have a member 'home'"):
             rtr.Queue("q", home="home").put(1)
         assert pickle.loads(pickle.dumps(bound)).get(30) == 1, "a handle stays in its group"
@@ -194,8 +193,8 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return held
 
 
-def test_the_time_of_an_operation_limits_the_joining_too(spawn: Spawn, held_up: threading.Event) -> None:
-    with rtr.init_group({"late": spawn(Peer)}, name="late"):
+def test_the_time_of_an_operation_limits_the_joining_too(peers: list[Any], held_up: threading.Event) -> None:
+    with rtr.init_group({"late": peers[1]}, name="late"):
         queue, began = rtr.Queue("q", home="late"), time.monotonic()
         with pytest.raises(rtr.RpcTimeout, match="has not become a client"):
             rtr.rpc_sync("late", timeout=0.1).double(1)
@@ -209,8 +208,8 @@ def test_the_time_of_an_operation_limits_the_joining_too(spawn: Spawn, held_up: 
         assert queue.get(30) == 1
 
 
-def test_an_event_loop_goes_on_while_its_process_joins(spawn: Spawn, held_up: threading.Event) -> None:
-    late = spawn(Peer)
+def test_an_event_loop_goes_on_while_its_process_joins(peers: list[Any], held_up: threading.Event) -> None:
+    late = peers[1]
 
     async def use() -> list[Any]:
         queue = rtr.Queue("q", home=late)  # a handle stands for a name that is known
@@ -227,8 +226,8 @@ def test_an_event_loop_goes_on_while_its_process_joins(spawn: Spawn, held_up: th
         assert asyncio.run(use()) == [4, 1, 6]
 
 
-def test_a_group_whose_host_stands_still_holds_a_call_up_no_longer_than_its_time(spawn: Spawn) -> None:
-    with rtr.init_group({"still": spawn(Peer)}, name="still", detached=True):
+def test_a_group_whose_host_stands_still_holds_a_call_up_no_longer_than_its_time(peers: list[Any]) -> None:
+    with rtr.init_group({"still": peers[1]}, name="still", detached=True):
         host = ray.get_actor("still", namespace="raytorchrpc")
         pid = ray.get(host.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
         os.kill(pid, signal.SIGSTOP)
@@ -251,9 +250,9 @@ def drop_clients(host: Any) -> None:
 
 
 def test_a_client_that_the_group_has_dropped_joins_again_when_it_is_used(
-    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+    peers: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with rtr.init_group({"dropper": spawn(Peer)}, name="drops", detached=True) as group:
+    with rtr.init_group({"dropper": peers[1]}, name="drops", detached=True) as group:
         assert rtr.rpc_sync("dropper").double(1) == 2
         before = own_groups.joined("dropper")
         monkeypatch.setattr(clients, "_UNSUPERVISED_S", -1.0)
@@ -261,13 +260,13 @@ def test_a_client_that_the_group_has_dropped_joins_again_when_it_is_used(
         monkeypatch.setattr(clients, "_UNSUPERVISED_S", 1.0)
         ray.get(ray.get_actor("drops", namespace="raytorchrpc").__ray_call__.remote(drop_clients), timeout=30)
         assert wait_until(lambda: own_groups.joined("dropper") is None, 30)
-        group.add({"newcomer": spawn(Peer)})
+        group.add({"newcomer": peers[2]})
         assert rtr.rpc_sync("newcomer").double(2) == 4
         assert own_groups.joined("dropper") is not before
 
 
 def test_a_home_that_restarts_and_members_that_come_and_go(
-    actors: dict[str, Any], group: rtr.Group, spawn: Spawn
+    actors: dict[str, Any], group: rtr.Group, peers: list[Any]
 ) -> None:
     old = rtr.Queue("lives", home="home")
     old.put(1)
@@ -293,7 +292,7 @@ def test_a_home_that_restarts_and_members_that_come_and_go(
     rtr.Queue("lives", home="home").put(2)
     assert rtr.Queue("lives", home="home").get(30) == 2
 
-    group.add({"c": spawn(Peer)})
+    group.add({"c": peers[1]})
     added = rtr.Queue("q", home="c")
     added.put(3)
     group.remove(["c"])

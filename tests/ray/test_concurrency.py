@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,13 +13,9 @@ import ray
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.polling import wait_until
-from tests.ray.actors import Latch, Peer
+from tests.ray.actors import Latch
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn
-
-#: Python's own switch interval.
-DEFAULT_INTERVAL_S = 0.005
 
 MakeLatch = Callable[[], Latch]
 
@@ -40,10 +35,10 @@ class Members:
 
 
 @pytest.fixture(scope="module")
-def members(spawn_for_module: Spawn) -> Iterator[Members]:
+def members(spawn_for_module: Spawn, peers: list[Any]) -> Iterator[Members]:
     handles = {
-        "caller": spawn_for_module(Peer),
-        "other": spawn_for_module(Peer),
+        "caller": peers[0],
+        "other": peers[1],
         "a": spawn_for_module(Busy),
         "b": spawn_for_module(Busy),
         "c": spawn_for_module(Busy),
@@ -180,31 +175,6 @@ def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members, seco
     assert "a.descend was not called" in text and "recursion" in text
     assert f"come back to that actor {most} times" in text
     assert elapsed < 28
-
-
-@pytest.mark.parametrize("config", [{}, {"switch_interval_s": None}])
-def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
-    spawn: Spawn, config: dict[str, Any]
-) -> None:
-    actors = {"a": spawn(Busy), "b": spawn(Busy)}
-    during = config.get("switch_interval_s", 0.0005) or DEFAULT_INTERVAL_S
-
-    def of(member: str) -> float:
-        interval: float = ray.get(actors[member].run.remote(sys.getswitchinterval), timeout=60)
-        return interval
-
-    def call() -> tuple[float, float]:
-        future = rtr.rpc_async("b").give(sys.getswitchinterval)
-        own = sys.getswitchinterval()
-        return future.wait(), own
-
-    with rtr.init_group(actors, name="short", config=rtr.GroupConfig(**config)):
-        assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
-        # It is short for 0.1 s, which may pass before a thread of a busy machine looks.
-        assert wait_until(lambda: ray.get(actors["a"].run.remote(call)) == pytest.approx((during, during)), 60)
-        assert wait_until(lambda: of("a") == of("b") == DEFAULT_INTERVAL_S, 30)
-        ray.get(actors["a"].run.remote(call), timeout=60)
-    assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:

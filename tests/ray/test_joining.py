@@ -27,8 +27,8 @@ from tests.ray.conftest import Spawn
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> Iterator[dict[str, Any]]:
-    made = {"trainer": spawn_for_module(Peer), "other": spawn_for_module(Peer)}
+def actors(spawn_for_module: Spawn, peers: list[Any]) -> Iterator[dict[str, Any]]:
+    made = {"trainer": spawn_for_module(Peer), "other": peers[0]}
     ray.get([made["trainer"].run.remote(children.start, "child"), made["other"].run.remote(int)])
     yield made
     ray.get(made["trainer"].run.remote(children.end, "child"))
@@ -196,10 +196,10 @@ def test_the_end_of_the_group_reaches_it(actors: dict[str, Any], in_child: Calla
 
 
 def test_any_process_of_the_cluster_joins_a_group_that_lets_it(
-    actors: dict[str, Any], spawn: Spawn, latch: Callable[[], Latch]
+    actors: dict[str, Any], peers: list[Any], latch: Callable[[], Latch]
 ) -> None:
     """This driver, a task, and an actor in a method that does not end."""
-    busy, held = spawn(Peer), latch()
+    busy, held = peers[1], latch()
     config = rtr.GroupConfig(joinable_by="cluster")
     with rtr.init_group(actors, name="open", config=config) as group:
 
@@ -230,8 +230,8 @@ def test_any_process_of_the_cluster_joins_a_group_that_lets_it(
             ray.get(running, timeout=30)
 
 
-def test_a_driver_alone_forms_a_group_that_others_join(spawn: Spawn, latch: Callable[[], Latch]) -> None:
-    busy, held = spawn(Peer), latch()
+def test_a_driver_alone_forms_a_group_that_others_join(peers: list[Any], latch: Callable[[], Latch]) -> None:
+    busy, held = peers[1], latch()
     config = rtr.GroupConfig(joinable_by="cluster")
     with rtr.init_group([], name="alone", config=config, include_driver=True) as group:
         assert [member.name for member in group.members] == ["driver"]
@@ -379,10 +379,10 @@ def test_coroutines_need_an_async_actor(group: rtr.Group, in_child: Callable[...
 
 
 def test_an_actor_serves_another_object_one_call_at_a_time(
-    actors: dict[str, Any], spawn: Spawn, latch: Callable[[], Latch]
+    actors: dict[str, Any], special: dict[str, Any], latch: Callable[[], Latch]
 ) -> None:
     """Whatever the actor itself does meanwhile: here it is a threaded one."""
-    busy, held = spawn(Peer, max_concurrency=4), latch()
+    busy, held = special["threaded"], latch()
 
     class Engine:
         begun = 0

@@ -16,7 +16,7 @@ import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import wait_until
-from tests.ray.actors import AsyncRunner, Latch, Peer
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, used
 
@@ -24,9 +24,8 @@ LARGE = 2 * MIB  # elements of float32
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
-    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
+def actors(peers: list[Any]) -> dict[str, Any]:
+    return dict(zip(("home", "a", "b"), peers, strict=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

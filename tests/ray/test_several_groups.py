@@ -20,8 +20,8 @@ Groups = tuple[rtr.Group, rtr.Group]
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    return {name: spawn_for_module(Peer) for name in ("both", "mine", "tq")}
+def actors(peers: list[Any]) -> dict[str, Any]:
+    return dict(zip(("both", "mine", "tq"), peers, strict=True))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,8 +141,8 @@ def test_a_group_that_the_agent_does_not_fit_goes_without(spawn: Spawn) -> None:
             ray.get(second.run.remote(double, both))
 
 
-def test_a_member_that_restarts_rejoins_all_its_groups(spawn: Spawn) -> None:
-    first, both, second = spawn(Peer), spawn(Peer, max_restarts=-1, max_task_retries=-1), spawn(Peer)
+def test_a_member_that_restarts_rejoins_all_its_groups(actors: dict[str, Any], spawn: Spawn) -> None:
+    first, both, second = actors["mine"], spawn(Peer, max_restarts=-1, max_task_retries=-1), actors["tq"]
     with rtr.init_group({"a": first, "both": both}, name="left") as left, rtr.init_group([both, second], name="right"):
         before = pid_of(both)
         assert before is not None
@@ -213,8 +213,8 @@ def test_a_package_finds_the_members_that_the_program_has_made(actors: dict[str,
         assert [member.name for member in group.members] == ["a", "b"]
 
 
-def test_a_process_that_dies_is_lost_to_both_groups(spawn: Spawn) -> None:
-    first, both, second = (spawn(Peer) for _ in range(3))
+def test_a_process_that_dies_is_lost_to_both_groups(actors: dict[str, Any], spawn: Spawn) -> None:
+    first, both, second = actors["mine"], spawn(Peer), actors["tq"]
     with rtr.init_group({"a": first, "both": both}, name="left"), rtr.init_group([both, second], name="right"):
         kill_for_good(both)
         for survivor in (first, second):

@@ -15,7 +15,7 @@ import ray
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.ray.actors import Latch, Peer
+from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
 from tests.ray.scripts import Script
@@ -256,8 +256,8 @@ def ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc-")]
 
 
-def test_nothing_of_a_group_is_left_in_the_driver(spawn: Spawn, descriptors: None) -> None:
-    a, b = spawn(Peer), spawn(Peer)
+def test_nothing_of_a_group_is_left_in_the_driver(peers: list[Any], descriptors: None) -> None:
+    a, b, _ = peers
     for _ in range(2):
         with rtr.init_group({"a": a, "b": b}) as group:
             assert ours()
@@ -281,8 +281,8 @@ def test_a_group_that_ends_while_a_member_comes_back(spawn: Spawn, tmp_path: Pat
         assert ray.get(a.call.remote("b", "count"), timeout=60)[1] == 1
 
 
-def test_a_callback_ends_the_group(spawn: Spawn, descriptors: None) -> None:
-    a, b = spawn(Peer), spawn(Peer)
+def test_a_callback_ends_the_group(peers: list[Any], descriptors: None) -> None:
+    a, b, _ = peers
     group = rtr.init_group({"a": a, "b": b})
     ended = threading.Event()
 
@@ -296,9 +296,9 @@ def test_a_callback_ends_the_group(spawn: Spawn, descriptors: None) -> None:
 
 
 def test_who_waits_for_a_change_is_told_that_the_group_ended(
-    spawn: Spawn, latch: Callable[[], Latch], descriptors: None
+    peers: list[Any], latch: Callable[[], Latch], descriptors: None
 ) -> None:
-    a, b, busy = spawn(Peer), spawn(Peer), spawn(Peer)
+    a, b, busy = peers
     held = latch()
     work = busy.busy.remote(held)
     group = rtr.init_group({"a": a, "b": b})

@@ -17,16 +17,14 @@ import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import allowed, suspend
-from tests.ray.actors import Peer
-from tests.ray.conftest import Spawn
 
 #: What an operation may take beyond its timeout here (seconds).
 SLACK = 5.0
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    return {name: spawn_for_module(Peer) for name in ("home", "reader")}
+def actors(peers: list[Any]) -> dict[str, Any]:
+    return dict(zip(("home", "reader"), peers, strict=False))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ import torch
 import raytorchrpc as rtr
 from tests import insides
 from tests.polling import wait_until
-from tests.ray.actors import Latch, Peer
+from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.retried import Alone, AsyncRetried, Retried
 
@@ -32,11 +32,11 @@ class Members(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    """For all tests here: they come back."""
+def actors(spawn_for_module: Spawn, peers: list[Any]) -> dict[str, Any]:
+    """For all tests here: all but the peer come back."""
     spawn = spawn_for_module
     return {
-        "peer": spawn(Peer),
+        "peer": peers[0],
         "sync": spawn(Retried, **RETRIED),
         "threaded": spawn(Retried, max_concurrency=3, **RETRIED),
         "asynchronous": spawn(AsyncRetried, **RETRIED),

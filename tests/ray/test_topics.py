@@ -12,16 +12,14 @@ import torch
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.ray.actors import Peer
-from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB
 
 LARGE = MIB  # elements of float32
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    return {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
+def actors(peers: list[Any]) -> dict[str, Any]:
+    return dict(zip(("home", "a", "b"), peers, strict=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,8 +22,8 @@ STORE = "viewed"
 
 
 @pytest.fixture
-def actors(spawn: Spawn) -> dict[str, Any]:
-    return {name: spawn(Peer) for name in ("learner", "reader", "other")}
+def actors(peers: list[Any], spawn: Spawn) -> dict[str, Any]:
+    return {"learner": peers[0], "reader": peers[1], "other": spawn(Peer)}
 
 
 def learn(value: float) -> int:

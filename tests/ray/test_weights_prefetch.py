@@ -10,8 +10,6 @@ import torch
 
 import raytorchrpc as rtr
 from tests.insides import in_actor
-from tests.ray.actors import AsyncRunner, Peer
-from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB
 from tests.ray.weight_helpers import no_readers
 
@@ -20,9 +18,8 @@ WIDTH = 600
 
 
 @pytest.fixture(scope="module")
-def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    made = {name: spawn_for_module(Peer) for name in ("learner", "a")}
-    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
+def actors(peers: list[Any]) -> dict[str, Any]:
+    return dict(zip(("learner", "a"), peers, strict=False))
 
 
 @pytest.fixture(scope="module", autouse=True)
