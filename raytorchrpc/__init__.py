@@ -8,7 +8,6 @@ restarted actor take that back.
 
 import sys
 import threading
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +169,6 @@ def _load() -> None:
     from raytorchrpc._compat import ray_internals
     from raytorchrpc.group import restarted
 
-    _name_remedy()
     if ray_internals.runs_tasks():
         import gc
 
@@ -182,13 +180,6 @@ def _load() -> None:
         gc.collect()
     _loading.finish()
     restarted.begin()
-
-
-def _name_remedy() -> None:
-    from raytorchrpc._compat import ray_internals
-
-    with suppress(Exception):  # the interface is an alpha, and only the text of an error is at stake
-        ray_internals.name_remedy("TORCHRPC", "call raytorchrpc.rdt.enable() before, in the process that names it")
 
 
 if not TYPE_CHECKING:
@@ -223,4 +214,5 @@ def __dir__() -> list[str]:
 if "ray" in sys.modules:
     from raytorchrpc._compat.ray_internals import runs_tasks
 
-    (_begin if runs_tasks() else _name_remedy)()
+    if runs_tasks():
+        _begin()

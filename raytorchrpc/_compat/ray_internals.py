@@ -321,26 +321,6 @@ def register_transport(name: str, devices: Sequence[str], manager: type[Any], da
         util.register_tensor_transport(name, list(devices), manager, data_type)
 
 
-def name_remedy(transport: str, remedy: str) -> None:
-    """Have Ray's error for naming this transport where it is not registered say what to do. Idempotent."""
-    from ray.experimental.rdt import util
-
-    check = util.normalize_and_validate_tensor_transport
-    if hasattr(check, "__wrapped__"):
-        return
-
-    @functools.wraps(check)
-    def checked(name: str) -> str:
-        try:
-            return check(name)
-        except ValueError as error:
-            if name.upper() != transport:
-                raise
-            raise ValueError(f"{error}: {remedy}") from None
-
-    _any(util).normalize_and_validate_tensor_transport = checked
-
-
 def reduce_for_transports(kind: type[Any], reduce: Callable[[Any], Any]) -> bool:
     """Where Ray takes the tensors out of an object for a transport, pickle objects of ``kind`` by ``reduce``.
 

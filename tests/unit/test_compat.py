@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import distributed_c10d
 
-import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.torchrpc.agent import RpcPickler
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import Process
 from tests.programs import run_program
-from tests.releases import needs, obstacle
+from tests.releases import obstacle
 from tests.unit.members import in_thread
 
 
@@ -294,18 +293,6 @@ def test_rays_references_are_refused_by_every_pickler_of_messages() -> None:
         ):
             encode([{"deep": ref}])
     assert ray.ObjectRefGenerator in ray_internals.refusals()
-
-
-@needs("objectrefs")
-def test_ray_says_what_to_do_where_our_transport_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ray.experimental.rdt.util.normalize_and_validate_tensor_transport: without it Ray only says "Invalid"."""
-    from ray.experimental.rdt import util
-
-    monkeypatch.delitem(util.transport_manager_info, rtr.rdt.TRANSPORT, raising=False)
-    with pytest.raises(ValueError, match=r"TORCHRPC: call raytorchrpc\.rdt\.enable\(\)"):
-        ray.method(tensor_transport="torchrpc")(print)
-    with pytest.raises(ValueError, match=r"transport: OTHER$"):
-        ray.method(tensor_transport="other")(print)
 
 
 @pytest.mark.gpu
