@@ -32,7 +32,7 @@ from raytorchrpc.errors import (
     TransferFailed,
 )
 from raytorchrpc.runtime_env import runtime_env
-from raytorchrpc.text import did_you_mean, nearest
+from raytorchrpc.text import did_you_mean
 
 if TYPE_CHECKING:
     from raytorchrpc import rdt
@@ -191,20 +191,6 @@ if not TYPE_CHECKING:
         module = import_module(f"raytorchrpc.{_MODULE_OF[name]}")
         value = globals()[name] = module if name == "rdt" else getattr(module, name)
         return value
-
-
-class _Paths:
-    """Says how to import a name that is no module, where all that find modules have found none."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any, target: Any = None) -> None:
-        package, _, module = name.rpartition(".")
-        similar = nearest(module, __all__) if package == __name__ else None
-        if similar is not None:
-            raise ModuleNotFoundError(f"no module {name!r}: write `from {__name__} import {similar}`", name=name)
-
-
-sys.meta_path.append(_Paths)
 
 
 def __dir__() -> list[str]:

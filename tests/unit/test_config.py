@@ -4,7 +4,6 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 
@@ -148,13 +147,12 @@ def test_another_spelling_of_a_timeout_names_the_right_one(call: Callable[[], ob
         (lambda: rtr.init_group("a", "b"), r"pass the actors in one list or dict, init_group\(\[a, b\]\)"),
         (lambda: rtr.Future(None).get(), r"no attribute 'get': use result\(\), wait\(\) or await"),
         (lambda: rtr.queue, r"no attribute 'queue' \(did you mean 'Queue'\?\)"),
-        (lambda: import_module("raytorchrpc.Queue"), r"no module .*: write `from raytorchrpc import Queue`"),
         (lambda: GroupConfig(rpc_timeout_s="60"), r"rpc_timeout_s='60' is text: write rpc_timeout_s=60\.0"),
         (lambda: GroupConfig(tls="yes"), r"tls='yes' is text: write tls=True"),
     ],
 )
 def test_an_input_that_ray_or_torch_would_take_names_the_remedy(call: Callable[[], object], message: str) -> None:
-    with pytest.raises((AttributeError, ConfigurationError, ImportError, TypeError), match=message):
+    with pytest.raises((AttributeError, ConfigurationError, TypeError), match=message):
         call()
 
 
