@@ -1,7 +1,7 @@
 """Engines read the KV blocks of prompts out of each other's caches. Knows no engine.
 
-A scheduler keeps a ``Ledger``: what its workers are to do in the next step. A worker has ``Holds`` for those that read
-its cache, and a ``Reader`` of the caches of others; its process is a ``Peer`` in a group of such workers.
+A scheduler keeps a ``Ledger``: what its workers are to do in the next step. A ``Worker`` has ``Holds`` for those that
+read its cache, and reads those of others; its process is a ``Peer`` in a group of such workers.
 """
 
 from __future__ import annotations
@@ -99,10 +99,6 @@ def reads_of(sources: int, readers: int, heads: int) -> list[dict[int, list[int]
     return plan
 
 
-def _ids(blocks: Blocks) -> list[int]:
-    return sorted({block for group in blocks for block in group if block})
-
-
 def _settle(read: rtr.Read) -> None:
     """Wait until a read writes no more. Before, its blocks must not be given to another request."""
     with suppress(rtr.RayTorchRpcError):
@@ -158,8 +154,8 @@ class Load:
 class Step:
     """What workers are to do in the next step of their engine."""
 
-    holds: list[tuple[int, str, list[int]]] = field(default_factory=list)
-    """Number, request and blocks."""
+    holds: list[tuple[int, str]] = field(default_factory=list)
+    """Numbers and requests."""
     loads: list[Load] = field(default_factory=list)
     drops: list[Prompt] = field(default_factory=list)
     """Prompts elsewhere that nobody here will read."""
@@ -176,7 +172,9 @@ class Ledger:
         self._engine_id, self._block_sizes, self._heads = engine_id, block_sizes, heads
         self._numbers = itertools.count(1)
         self._prompts: dict[str, Prompt] = {}
-        """By request: those whose blocks have not been asked for."""
+        """By request: those whose blocks are not read yet."""
+        self._computed: dict[str, int] = {}
+        """By request: how many of its tokens this engine had when it last asked."""
         self._step = Step()
 
     def arrive(self, request_id: str, parameters: Mapping[str, Any] | None) -> None:
@@ -186,20 +184,22 @@ class Ledger:
 
     def matched(self, request_id: str, prompt_tokens: int, computed: int) -> int:
         """How many tokens can be read beyond the first ``computed`` ones. The last one of the prompt is computed here,
-        to have the next. Changes nothing.
+        to have the next.
         """
-        prompt = self._prompts.get(request_id)
-        return 0 if prompt is None else max(0, min(prompt.tokens, prompt_tokens - 1) - computed)
+        if (prompt := self._prompts.get(request_id)) is None:
+            return 0
+        self._computed[request_id] = computed
+        return max(0, min(prompt.tokens, prompt_tokens - 1) - computed)
 
-    def allocated(self, request_id: str, prompt_tokens: int, blocks: Blocks, external: int) -> None:
+    def allocated(self, request_id: str, blocks: Blocks, external: int) -> None:
         """A request has blocks, of which those of ``external`` tokens are to be read. Each prompt is read once: a
         request that comes again, as it failed or was preempted, is computed here.
         """
+        begin = self._computed.pop(request_id, 0)
         if (prompt := self._prompts.pop(request_id, None)) is None:
             return
-        end = min(prompt.tokens, prompt_tokens - 1)
         if external:
-            self._step.loads.append(Load(request_id, prompt, self._rows(prompt, blocks, end - external, end)))
+            self._step.loads.append(Load(request_id, prompt, self._rows(prompt, blocks, begin, begin + external)))
         else:
             self._step.drops.append(prompt)
 
@@ -224,12 +224,13 @@ class Ledger:
         """A request has ended. The parameters for the engine that decodes it, for which its blocks are held from now
         on; None: there is none. ``is_complete``: it was not aborted.
         """
+        self._computed.pop(request_id, None)
         if (unread := self._prompts.pop(request_id, None)) is not None:
             self._step.drops.append(unread)
         if not parameters or not parameters.get(_REMOTE_DECODE) or not is_complete or not self.sources:
             return None
         number, ids = next(self._numbers), [list(group) for group in blocks]
-        self._step.holds.append((number, request_id, _ids(ids)))
+        self._step.holds.append((number, request_id))
         prompt = Prompt(self.sources, number, ids, tokens, self._block_sizes, self._heads)
         return prompt.as_parameters(self._engine_id, request_id)
 
@@ -242,59 +243,46 @@ class Ledger:
 
 @dataclass
 class _Hold:
-    rows: list[int]
     until: float
     request_id: str | None = None
     """None: this worker's step has yet to come."""
     readers: int | None = None
-    """Who is still to come; None: it is not known how many."""
-    leases: list[rtr.Lease] = field(default_factory=list)
+    """Who is still to read; None: it is not known how many."""
 
 
 class Holds:
-    """Blocks that are not freed until they are read, their time is over, or their reader is lost. Thread-safe.
+    """Prompts whose blocks are not freed until they are read, or their time is over. Thread-safe.
 
-    The scheduler holds the blocks of a prompt from its end on, so readers may come before this worker is told.
+    The scheduler holds the blocks of a prompt from its end on, so readers may be done before this worker is told. They
+    need no permission: each reads, and then asks whether the blocks were held until now.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor], group: str, seconds: float) -> None:
-        """See ``Region``. ``seconds``: for which blocks are held that nobody reads."""
-        self._expose, self._seconds = partial(rtr.Region, name, tensors, group=group), seconds
-        self.region = self._expose()
+    def __init__(self, seconds: float) -> None:
+        """``seconds``: for which a prompt is held that nobody reads."""
+        self._seconds = seconds
         self._held: dict[int, _Hold] = {}
         self._newest = 0
         self._lock = locks.Lock()
 
-    def expose_again(self) -> None:
-        """This process is in another group of the name: the leases of the earlier one have ended."""
-        with self._lock:
-            self.region = self._expose()
-
-    def add(self, number: int, request_id: str, rows: list[int]) -> None:
+    def add(self, number: int, request_id: str) -> None:
         """Report when the blocks of a request need not be held any more. Numbers ascend."""
         with self._lock:
-            self._hold(number, rows).request_id = request_id
+            self._hold(number).request_id = request_id
             self._newest = number
 
-    def take(self, number: int, rows: list[int], reader: str, readers: int, reads: int) -> rtr.Lease:
-        """A lease for one of ``readers``, which reads so often. Raises NotFound if the blocks are no longer held."""
+    def release(self, number: int, readers: int = 0) -> None:
+        """One of so many readers has read a prompt; or, if 0, nobody will. Raises NotFound if it was no longer held, so
+        that its blocks may have been written to.
+        """
         with self._lock:
-            hold = self._hold(number, rows)
-            lease = self.region.lease(hold.rows, timeout=self._seconds, reader=reader, reads=reads)
-            hold.leases.append(lease)
-            hold.readers = (readers if hold.readers is None else hold.readers) - 1
-            return lease
+            hold = self._hold(number)
+            hold.readers = (readers if hold.readers is None else hold.readers) - 1 if readers else 0
 
-    def drop(self, number: int) -> None:
-        """Nobody will read these blocks, or nobody else."""
-        with self._lock, suppress(rtr.NotFound):
-            self._hold(number, []).readers = 0
-
-    def _hold(self, number: int, rows: list[int]) -> _Hold:
+    def _hold(self, number: int) -> _Hold:
         if number not in self._held:
             if number <= self._newest:
                 raise rtr.NotFound(f"prompt {number} is not held: its {self._seconds:g} s are over, or it was read")
-            self._held[number] = _Hold(rows, time.monotonic() + self._seconds)
+            self._held[number] = _Hold(time.monotonic() + self._seconds)
         return self._held[number]
 
     def ended(self) -> set[str]:
@@ -302,8 +290,7 @@ class Holds:
         with self._lock:
             over, now = dict[int, str](), time.monotonic()
             for number, hold in self._held.items():
-                is_read = hold.readers is not None and hold.readers <= 0
-                is_over = (is_read or now > hold.until) and all(lease.done() for lease in hold.leases)
+                is_over = now > hold.until or (hold.readers is not None and hold.readers <= 0)
                 if is_over and hold.request_id is not None:
                     over[number] = hold.request_id
             for number in over:
@@ -314,60 +301,77 @@ class Holds:
         return len(self._held)
 
 
-class Reader:
-    """Reads prompts into this worker's cache, on threads of its own. Thread-safe."""
+class Worker:
+    """The cache of a worker of an engine: others read it, and it reads theirs, on threads of its own. Thread-safe."""
 
-    read = failed = 0
-    """How many prompts were read, and could not be."""
-    running = 0
+    read = failed = running = 0
+    """How many prompts were read, could not be read, and are being read."""
 
     def __init__(
-        self, peer: Peer, groups: Sequence[Mapping[str, torch.Tensor]], rank: int, size: int, heads: int, timeout: float
+        self, groups: Sequence[Mapping[str, torch.Tensor]], rank: int, size: int, heads: int, settings: Settings
     ) -> None:
-        """``groups``: of layers, the tensors of each by name. ``rank``: of ``size`` workers of the engine."""
-        self._peer, self._groups, self._timeout = peer, groups, timeout
-        self._rank, self._size, self._heads = rank, size, heads
+        """Joins the group. Blocks. ``groups``: of layers, the tensors of each by name. ``rank``: of ``size`` workers of
+        the engine. Raises NotAMember, BootstrapError.
+        """
+        self._groups, self._rank, self._size, self._heads = groups, rank, size, heads
         self._device = next(tensor.device for group in groups for tensor in group.values())
+        self._timeout, self._is_idle = settings.timeout_s, False
         self._workers = Workers("raytorchrpc-kv", _READS)
         self._done, self._failed = set[str](), set[str]()
         self._changed = locks.condition()
+        self.holds, self._region = Holds(settings.hold_s), f"cache.{os.urandom(8).hex()}"
+        self._peer = Peer.join(settings.group, self._region, self, max(60.0, self._timeout))
+        self.source = Source(self._peer.name, self._region)
 
-    def start(self, load: Load) -> None:
-        """Read a prompt, after what is queued on this thread's stream. ``finished`` says when it is there."""
-        queued = None
-        if self._device.type == "cuda":
+    def expose(self, group: str) -> rtr.Region:
+        """Let the members of a group read this cache."""
+        tensors = {name: tensor for layers in self._groups for name, tensor in layers.items()}
+        if self._heads > 1:
+            tensors |= dict(by_head(tensors, heads_of(self._rank, self._size, self._heads)))
+        return rtr.Region(self._region, tensors, group=group)
+
+    def begin(self, step: Step) -> None:
+        """Begin what a step asks for, after what is queued on this thread's stream. ``results`` says what has ended."""
+        queued, self._is_idle = None, step.is_idle
+        if step.loads and self._device.type == "cuda":
             queued = torch.cuda.Event()  # type: ignore[no-untyped-call]
             queued.record(torch.cuda.current_stream(self._device))
-        with self._changed:
-            self.running += 1
-        self._workers.submit(self._run, load, queued)
+        for hold in step.holds:
+            self.holds.add(*hold)
+        for load in step.loads:
+            with self._changed:
+                self.running += 1
+            self._workers.submit(self._run, load, queued)
+        for prompt in step.drops:
+            self._drop_all(prompt)
 
-    def drop(self, prompt: Prompt) -> None:
-        """Let the prefill engine free a prompt that is not read."""
-        for source in prompt.sources if self._rank == 0 else ():
-            self._drop(source, prompt.hold)
-
-    def finished(self, *, waits: bool) -> tuple[set[str], set[str]]:
-        """The requests whose reads have ended, and those of them that failed; each is returned once.
-
-        ``waits``: for a moment, if there are none.
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose blocks were sent, were received, and of these, failed; each is returned once. While nothing is
+        computed, waits for a moment, if there are none.
         """
+        sent = self.holds.ended()
         with self._changed:
-            if waits and not self._done:
+            if self._is_idle and not sent and not self._done and (self.holds or self.running):
                 self._changed.wait(_IDLE_S)
             done, failed, self._done, self._failed = self._done, self._failed, set(), set()
-            return done, failed
+            return sent, done, failed
 
     def close(self) -> None:
-        """End the threads, after what they do."""
+        """End the threads, after what they do; and leave the group, if this is the last worker of the process."""
         self._workers.stop()
+        self._peer.leave(self._region)
 
     def _call(self, source: Source) -> Any:
         return rtr.rpc_async(source.member, timeout=self._timeout, group=self._peer.group)
 
     def _drop(self, source: Source, hold: int) -> None:
         with suppress(rtr.RayTorchRpcError):  # it has ended, and its blocks with it
-            self._call(source).drop(source.region, hold).add_done_callback(rtr.Future.exception)
+            self._call(source).release(source.region, hold).add_done_callback(rtr.Future.exception)
+
+    def _drop_all(self, prompt: Prompt) -> None:
+        """Let the prefill engine free a prompt that is not read."""
+        for source in prompt.sources if self._rank == 0 else ():
+            self._drop(source, prompt.hold)
 
     def _run(self, load: Load, queued: Any) -> None:
         is_read = False
@@ -376,7 +380,7 @@ class Reader:
                 torch.cuda.set_device(self._device)
                 torch.cuda.current_stream().wait_event(queued)
             if load.rows is None:
-                self.drop(load.prompt)
+                self._drop_all(load.prompt)
             else:
                 self._read(load.prompt, load.rows)
                 is_read = True
@@ -393,27 +397,23 @@ class Reader:
     def _read(self, prompt: Prompt, rows: Sequence[tuple[list[int], list[int]]]) -> None:
         if prompt.heads != self._heads:
             raise rtr.ConfigurationError(f"the prefill engine's model has {prompt.heads} KV heads, not {self._heads}")
-        plan, until = reads_of(len(prompt.sources), self._size, self._heads), time.monotonic() + self._timeout
-        used, reads = [group for group, (there, _) in enumerate(rows) if there], list[rtr.Read]()
-        held = _ids(prompt.blocks)
+        plan, reads = reads_of(len(prompt.sources), self._size, self._heads), list[rtr.Read]()
+        sources = {prompt.sources[rank]: sum(rank in each for each in plan) for rank in plan[self._rank]}
         with ExitStack() as undo:
-            asked = []
-            for rank, heads in plan[self._rank].items():
-                source, readers = prompt.sources[rank], sum(rank in each for each in plan)
-                lease = self._call(source).take(source.region, prompt.hold, held, self._peer.name, readers, len(used))
+            for source, heads in zip(sources, plan[self._rank].values(), strict=True):
                 undo.callback(self._drop, source, prompt.hold)
-                asked.append((source, heads, lease))
-            for source, heads, granted in asked:
-                lease = granted.wait()
-                undo.callback(lease.release)
-                for group in used:
-                    into, at = self._into(self._groups[group], heads), rows[group][1]
-                    options = {"lease": lease, "timeout": max(0.001, until - time.monotonic())}
-                    read = partial(rtr.read, source.member, source.region, group=self._peer.group, **options)
-                    reads.append(read(rows=rows[group][0], into=into, at=at))
-                    undo.callback(_settle, reads[-1])
+                read = partial(rtr.read, source.member, source.region, timeout=self._timeout, group=self._peer.group)
+                for tensors, (there, here) in zip(self._groups, rows, strict=True):
+                    if there:
+                        reads.append(read(into=self._into(tensors, heads), rows=there, at=here, last=False))
+                        undo.callback(_settle, reads[-1])
             for each in reads:
                 each.wait()
+            ends = [
+                self._call(source).release(source.region, prompt.hold, readers) for source, readers in sources.items()
+            ]
+            for end in ends:
+                end.wait()
             undo.pop_all()
         for rank, source in enumerate(prompt.sources if self._rank == 0 else ()):
             if not any(rank in each for each in plan):  # it has the same heads as another one
@@ -439,11 +439,11 @@ class Peer:
         self.group, self.name, self._timeout = group, f"kv.{os.getpid()}.{os.urandom(4).hex()}", timeout
         self._joined: rtr.Group | None = None
         self._has_left = threading.Event()
-        self.holds: dict[str, Holds | None] = {}
-        """Of each worker, by region."""
+        self._workers: dict[str, tuple[Worker, rtr.Region]] = {}
+        """By region."""
 
     @classmethod
-    def join(cls, group: str, region: str, timeout: float) -> Peer:
+    def join(cls, group: str, region: str, worker: Worker, timeout: float) -> Peer:
         """Join the group for a worker, unless this process has. Blocks. Raises NotAMember, BootstrapError."""
         with cls._joining:
             if (peer := cls._here.get(group)) is None:
@@ -451,15 +451,15 @@ class Peer:
                 peer._joined = _join(group, peer, timeout)
                 threads.start(peer._watch, name="raytorchrpc-kv-group")
                 cls._here[group] = peer
-            peer.holds[region] = None
+            peer._workers[region] = worker, worker.expose(group)
             return peer
 
     def leave(self, region: str) -> None:
         """A worker ends, and if it is the last one, the membership."""
         with self._joining:
-            if (holds := self.holds.pop(region, None)) is not None:
-                holds.region.close()
-            if not self.holds and self._joined is not None:
+            if region in self._workers:
+                self._workers.pop(region)[1].close()
+            if not self._workers and self._joined is not None:
                 self._here.pop(self.group, None)
                 self._has_left.set()
                 joined, self._joined = self._joined, None
@@ -479,8 +479,8 @@ class Peer:
                 return
             self._joined.leave()
             self._joined = _join(self.group, self, self._timeout)
-            for holds in filter(None, self.holds.values()):
-                holds.expose_again()
+            for region, (worker, _) in self._workers.items():
+                self._workers[region] = worker, worker.expose(self.group)
 
     def _is_current(self, generation: str) -> bool:
         try:
@@ -490,18 +490,11 @@ class Peer:
         return ticket.record.credentials.generation == generation
 
     @rtr.method(concurrent=True)
-    def take(self, region: str, *args: Any) -> rtr.Lease:
-        """See ``Holds``, also for the other method."""
-        return self._of(region).take(*args)
-
-    @rtr.method(concurrent=True)
-    def drop(self, region: str, number: int) -> None:
-        self._of(region).drop(number)
-
-    def _of(self, region: str) -> Holds:
-        if (holds := self.holds.get(region)) is None:
+    def release(self, region: str, *args: Any) -> None:
+        """See ``Holds``."""
+        if region not in self._workers:
             raise rtr.NotFound(f"{self.name} has no cache {region!r}: the prompt was of an engine that has ended")
-        return holds
+        self._workers[region][0].holds.release(*args)
 
 
 class Host:

@@ -9,35 +9,20 @@ from typing import Any
 
 import torch
 
-from raytorchrpc.integrations.kv_handover import (
-    Holds,
-    Ledger,
-    Peer,
-    Reader,
-    Source,
-    by_head,
-    heads_of,
-)
+from raytorchrpc.integrations.kv_handover import Ledger, Settings, Worker, heads_of
 
 BLOCKS, TOKENS, LAYERS, HEADS = 40, 4, 2, 2
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 LONG = 60.0
 
 
-class Rank:
-    """A worker: its cache, which others read, and its reads."""
+class Rank(Worker):
+    """A worker, whose cache has this."""
 
-    def __init__(self, group: str, rank: int, size: int, hold_s: float, timeout: float) -> None:
-        heads = heads_of(rank, size, HEADS)
-        self.heads = heads
-        region = f"cache.{os.urandom(8).hex()}"
-        self.layers = {f"layer {layer}": torch.zeros(BLOCKS, len(heads), TOKENS, 8) for layer in range(LAYERS)}
-        peer = Peer.join(group, region, LONG)
-        tensors = self.layers | dict(by_head(self.layers, heads))
-        self.holds = Holds(region, tensors, group, hold_s)
-        peer.holds[region] = self.holds
-        self.source = Source(peer.name, region)
-        self.reader = Reader(peer, [self.layers], rank, size, HEADS, timeout)
+    def __init__(self, rank: int, size: int, settings: Settings) -> None:
+        self.heads = heads_of(rank, size, HEADS)
+        self.layers = {f"layer {layer}": torch.zeros(BLOCKS, len(self.heads), TOKENS, 8) for layer in range(LAYERS)}
+        super().__init__([self.layers], rank, size, HEADS, settings)
 
     def write(self, blocks: list[int], seed: int) -> None:
         for place, block in enumerate(blocks):
@@ -58,7 +43,8 @@ class KVEngine:
     """``size`` ranks, all in this process."""
 
     def __init__(self, group: str, size: int = 1, hold_s: float = LONG, timeout: float = 20.0) -> None:
-        self.ranks = [Rank(group, rank, size, hold_s, timeout) for rank in range(size)]
+        settings = Settings(group, hold_s, timeout)
+        self.ranks = [Rank(rank, size, settings) for rank in range(size)]
         self.ledger = Ledger("an engine", [TOKENS], HEADS)
         self.ledger.sources = [rank.source for rank in self.ranks]
         self.free = list(range(1, BLOCKS))
@@ -77,14 +63,9 @@ class KVEngine:
             with self.changed:
                 step = self.ledger.next_step(is_idle=True)
             for rank in self.ranks:
-                for hold in step.holds:
-                    rank.holds.add(*hold)
-                for load in step.loads:
-                    rank.reader.start(load)
-                for prompt in step.drops:
-                    rank.reader.drop(prompt)
+                rank.begin(step)
             for rank in self.ranks:
-                sent, (received, failed) = rank.holds.ended(), rank.reader.finished(waits=True)
+                sent, received, failed = rank.results()
                 self.failed |= failed
                 self.report("sent", sent)
                 self.report("received", received)
@@ -145,7 +126,7 @@ class KVEngine:
                 count = 0
             if count:
                 self.loading[request] = done
-            self.ledger.allocated(request, tokens, [blocks], count)
+            self.ledger.allocated(request, [blocks], count)
         is_read = bool(count) and done.result(LONG)
         read = blocks[: -(-(tokens - 1) // TOKENS)]
         outcome = "computed"

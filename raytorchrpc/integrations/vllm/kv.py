@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.kv_handover import Holds, Ledger, Peer, Reader, Settings, Source, Step, by_head, heads_of
+from raytorchrpc.integrations.kv_handover import Ledger, Settings, Source, Step, Worker
 
 logger = init_logger("vllm.raytorchrpc")
 
@@ -64,7 +63,7 @@ class RayTorchRpcConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = [group for group in kv_cache_config.kv_cache_groups if group.enable_kv_transfer]
         self._group_ids = kv_cache_config.transfer_group_ids
         self._ledger: Ledger | None = None
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
             sizes = [group.kv_cache_spec.block_size for group in self._groups]
             self._ledger = Ledger(config.engine_id, sizes, self._heads)
@@ -100,7 +99,7 @@ class RayTorchRpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         ids = self._of_groups(blocks.get_block_ids())
-        self._scheduler.allocated(request.request_id, request.num_prompt_tokens, ids, num_external_tokens)
+        self._scheduler.allocated(request.request_id, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Metadata:
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
@@ -126,7 +125,8 @@ class RayTorchRpcConnector(KVConnectorBase_V1, SupportsHMA):
         """Join the group of the caches. Blocks."""
         self.shutdown()
         tensors = [_layers(group.layer_names, kv_caches, self._kv_cache_config.num_blocks) for group in self._groups]
-        self._worker = _Worker(tensors, self._heads, self._settings, self._kv_transfer_config)
+        tp = get_tp_group()
+        self._worker = Worker(tensors, tp.rank_in_group, tp.world_size, self._heads, self._settings)
 
     def get_handshake_metadata(self) -> Handshake | None:
         return None if self._worker is None else Handshake(self._worker.source)
@@ -144,7 +144,8 @@ class RayTorchRpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def counts(self) -> dict[str, int]:
         """Of a worker: prompts that it has read, that it could not read, and that it holds for others."""
-        return {} if self._worker is None else self._worker.counts()
+        worker = self._worker
+        return {} if worker is None else {"read": worker.read, "failed": worker.failed, "held": len(worker.holds)}
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -162,49 +163,6 @@ class RayTorchRpcConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing."""
-
-
-class _Worker:
-    """This process's cache, and the reads into it."""
-
-    def __init__(self, groups: list[dict[str, torch.Tensor]], heads: int, settings: Settings, config: Any) -> None:
-        tp, region = get_tp_group(), f"cache.{os.urandom(8).hex()}"
-        self._peer = peer = Peer.join(settings.group, region, timeout=max(60.0, settings.timeout_s))
-        self.source = Source(peer.name, region)
-        self._step = Step()
-        self._holds: Holds | None = None
-        if config.is_kv_producer:
-            tensors = {name: tensor for group in groups for name, tensor in group.items()}
-            if heads > 1:
-                tensors |= dict(by_head(tensors, heads_of(tp.rank_in_group, tp.world_size, heads)))
-            self._holds = Holds(region, tensors, settings.group, settings.hold_s)
-            peer.holds[region] = self._holds
-        self._reader = Reader(peer, groups, tp.rank_in_group, tp.world_size, heads, settings.timeout_s)
-
-    def begin(self, step: Step) -> None:
-        self._step = step
-        if self._holds is not None:
-            for hold in step.holds:
-                self._holds.add(*hold)
-        for load in step.loads:
-            self._reader.start(load)
-        for prompt in step.drops:
-            self._reader.drop(prompt)
-
-    def results(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose blocks were sent, were received, and of these, failed."""
-        sent = set() if self._holds is None else self._holds.ended()
-        return sent, *self._reader.finished(
-            waits=self._step.is_idle and not sent and bool(self._holds or self._reader.running)
-        )
-
-    def counts(self) -> dict[str, int]:
-        held = 0 if self._holds is None else len(self._holds)
-        return {"read": self._reader.read, "failed": self._reader.failed, "held": held}
-
-    def close(self) -> None:
-        self._reader.close()
-        self._peer.leave(self.source.region)
 
 
 def _layers(names: list[str], caches: dict[str, Any], blocks: int) -> dict[str, torch.Tensor]:

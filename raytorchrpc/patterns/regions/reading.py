@@ -114,7 +114,8 @@ def read(
         rows: integers, which of the region's rows to read. None: those of the lease; without a lease all.
         at: integers, as many: which row of ``into`` each goes to. None: in order, from 0 on.
         lease: from ``Region.lease`` at the owner, with all of ``rows``. The read ends it.
-        last: whether the read ends the lease; pass False if others under it follow.
+        last: whether the read ends the lease; pass False if others under it follow. Without a lease, False leaves out
+            the last question, whether the owner has the region still: the program asks the owner itself.
         timeout: seconds for all of the read; None: ``GroupConfig.rpc_timeout_s``.
         group: the group that has the member, as for ``rpc_sync``. None: that of the lease, if there is one.
 
@@ -250,6 +251,8 @@ class _Reading:
             for device in {target.device for target in written if target.is_cuda}:
                 finish_stream(device)
             increment_version(written)
+        if self.lease is None and not self.last:
+            return
         number = 0 if self.lease is None else self.lease._number
         torn = self._call(CONFIRM, *address, number, self.last)
         if torn is not None:

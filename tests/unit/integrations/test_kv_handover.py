@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,16 +16,17 @@ from raytorchrpc.integrations.kv_handover import (
     Holds,
     Ledger,
     Load,
+    Peer,
     Prompt,
-    Reader,
     Settings,
     Source,
+    Step,
+    Worker,
     by_head,
     heads_of,
     reads_of,
 )
 from tests.polling import wait_until
-from tests.unit.members import Members
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
 SOURCES = [Source("kv.1", "cache.1")]
@@ -44,16 +44,18 @@ def prefilled(blocks: list[list[int]], tokens: int, *sizes: int) -> Any:
     made = ledger(*sizes)
     parameters = made.finished("r", PREFILL, blocks, tokens, is_complete=True)
     assert parameters is not None
-    assert [(number, request) for number, request, _ in made.next_step(is_idle=True).holds] == [(1, "r")]
+    assert made.next_step(is_idle=True).holds == [(1, "r")]
     return json.loads(json.dumps(parameters))
 
 
-def loaded(parameters: Any, tokens: int, here: list[list[int]], computed: int = 0, *sizes: int) -> Any:
+def loaded(
+    parameters: Any, tokens: int, here: list[list[int]], computed: int = 0, *sizes: int, external: int | None = None
+) -> Any:
     """The rows that a decode engine with these blocks reads; None: it does not."""
     decode = ledger(*sizes)
     decode.arrive("d", parameters)
     count = decode.matched("d", tokens, computed)
-    decode.allocated("d", tokens, here, count)
+    decode.allocated("d", here, count if external is None else external)
     step = decode.next_step(is_idle=False)
     if not count:
         assert [prompt.hold for prompt in step.drops] == [1]
@@ -70,6 +72,8 @@ def test_the_blocks_of_all_tokens_but_the_last_are_read() -> None:
 def test_what_the_decode_engine_has_is_not_read() -> None:
     assert loaded(prefilled([[5, 6, 7]], 12), 12, [[1, 2, 3]], computed=8) == [([7], [3])]
     assert loaded(prefilled([[5, 6, 7]], 9), 9, [[1, 2, 3]], computed=8) == []
+    some = loaded(prefilled([[5, 6, 7]], 12), 12, [[1, 2, 3]], computed=4, external=4)
+    assert some == [([6], [2])], "the scheduler may want fewer"
 
 
 def test_blocks_outside_of_a_window_are_not_read() -> None:
@@ -92,10 +96,10 @@ def test_a_prompt_is_read_once() -> None:
     decode = ledger()
     decode.arrive("d", prefilled([[5, 6]], 8))
     assert decode.matched("d", 8, 0) == decode.matched("d", 8, 0) == 7
-    decode.allocated("d", 8, [[1, 2]], 7)
+    decode.allocated("d", [[1, 2]], 7)
     assert len(decode.next_step(is_idle=True).loads) == 1
     assert decode.matched("d", 8, 0) == 0
-    decode.allocated("d", 8, [[1, 2]], 0)
+    decode.allocated("d", [[1, 2]], 0)
     assert decode.finished("d", None, [[1, 2]], 9, is_complete=True) is None
     step = decode.next_step(is_idle=True)
     assert not step.loads
@@ -148,61 +152,47 @@ def test_wrong_settings_are_named(given: dict[str, Any], text: str) -> None:
         Settings.of(given)
 
 
-@pytest.fixture
-def members() -> Iterator[Members]:
-    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": "shm"}) as made:
-        yield made
-
-
-def holds(members: Members, seconds: float = LONG) -> Holds:
-    with members.acting("home"):
-        return Holds("cache", {"layer": torch.zeros(8, 2)}, "group", seconds)
-
-
-def test_blocks_are_held_until_all_readers_have_read(members: Members) -> None:
-    made = holds(members)
-    made.add(1, "r", [3, 4])
-    leases = [made.take(1, [3, 4], "a", readers=2, reads=1) for _ in range(2)]
-    for lease in leases:
+def test_blocks_are_held_until_all_readers_have_read() -> None:
+    made = Holds(LONG)
+    made.add(1, "r")
+    for _ in range(2):
         assert made.ended() == set()
-        with members.acting("a"):
-            rtr.read("home", "cache", into=[torch.zeros(2, 2)], lease=lease).wait(LONG)
+        made.release(1, 2)
     assert made.ended() == {"r"}
     assert made.ended() == set()
     with pytest.raises(rtr.NotFound, match="prompt 1 is not held"):
-        made.take(1, [3, 4], "a", readers=2, reads=1)
+        made.release(1, 2)
 
 
-def test_blocks_that_nobody_reads_are_held_for_a_time(members: Members) -> None:
-    made = holds(members, 0.2)
-    made.add(1, "r", [3])
+def test_blocks_that_nobody_reads_are_held_for_a_time() -> None:
+    made = Holds(0.2)
+    made.add(1, "r")
     assert made.ended() == set()
     assert wait_until(lambda: made.ended() == {"r"}, LONG)
     assert len(made) == 0
 
 
-def test_blocks_are_not_freed_under_a_reader(members: Members) -> None:
-    made = holds(members)
-    made.add(1, "r", [3])
-    lease = made.take(1, [3], "a", readers=3, reads=1)
-    made.drop(1)
-    late = made.take(1, [3], "a", readers=3, reads=1)
-    for each in (lease, late):
-        assert made.ended() == set()
-        each.release()
+def test_a_reader_that_is_too_late_is_told() -> None:
+    """Also one of several, of which another one has given up."""
+    made = Holds(LONG)
+    made.add(1, "r")
+    made.release(1, 3)
+    made.release(1)
     assert made.ended() == {"r"}
+    with pytest.raises(rtr.NotFound):
+        made.release(1, 3)
 
 
-def test_readers_may_come_before_the_worker_is_told(members: Members) -> None:
-    made = holds(members)
-    made.drop(2)
-    made.take(1, [3], "a", readers=1, reads=1).release()
+def test_readers_may_come_before_the_worker_is_told() -> None:
+    made = Holds(LONG)
+    made.release(2)
+    made.release(1, 1)
     assert made.ended() == set(), "the scheduler would not know the request"
     for number in (1, 2, 3):
-        made.add(number, f"r{number}", [number])
+        made.add(number, f"r{number}")
     assert made.ended() == {"r1", "r2"}
     with pytest.raises(rtr.NotFound):
-        made.take(1, [3], "a", readers=1, reads=1)
+        made.release(1, 1)
 
 
 def test_blocks_are_not_given_away_while_a_read_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,17 +205,16 @@ def test_blocks_are_not_given_away_while_a_read_still_writes(monkeypatch: pytest
             raise rtr.PeerLost("fails", "the test says so", True)
         return SimpleNamespace(wait=lambda: goes_on.wait(LONG))
 
-    granted = SimpleNamespace(wait=lambda: SimpleNamespace(release=lambda: None))
     monkeypatch.setattr(rtr, "read", read)
-    monkeypatch.setattr(Reader, "_call", lambda *_: SimpleNamespace(take=lambda *_: granted))
-    monkeypatch.setattr(Reader, "_drop", lambda *_: None)
-    peer: Any = SimpleNamespace(group="group", name="a")
-    reader = Reader(peer, [{"layer": torch.zeros(8, 2, 4, 5)}], 0, 1, 2, LONG)
+    monkeypatch.setattr(Worker, "_drop", lambda *_: None)
+    peer = SimpleNamespace(group="group", name="a", leave=lambda _: None)
+    monkeypatch.setattr(Peer, "join", lambda *_: peer)
+    worker = Worker([{"layer": torch.zeros(8, 2, 4, 5)}], 0, 1, 2, Settings())
     sources = [Source("goes on", "cache"), Source("fails", "cache")]
-    reader.start(Load("r", Prompt(sources, 1, [[1]], 4, [4], 2), [([1], [2])]))
+    worker.begin(Step(loads=[Load("r", Prompt(sources, 1, [[1]], 4, [4], 2), [([1], [2])])]))
     assert wait_until(lambda: begun == {"goes on": 1, "fails": 1}, LONG)
-    assert reader.finished(waits=True) == (set(), set())
+    assert worker.results() == (set(), set(), set())
     goes_on.set()
-    assert wait_until(lambda: not reader.running, LONG)
-    assert reader.finished(waits=False) == ({"r"}, {"r"})
-    reader.close()
+    assert wait_until(lambda: not worker.running, LONG)
+    assert worker.results() == (set(), {"r"}, {"r"})
+    worker.close()

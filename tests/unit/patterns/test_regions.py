@@ -154,6 +154,19 @@ def test_several_reads_end_a_lease(members: Members) -> None:
     assert lease.ended == "read"
 
 
+def test_a_program_may_ask_the_owner_itself_whether_a_read_was_right(
+    members: Members, request: pytest.FixtureRequest
+) -> None:
+    given = tensors()
+    made = region(members, given)
+    read(members, room(), last=False)
+    made.close()
+    if request.node.callspec.params["members"] == "shm":  # in messages, the owner is asked for the rows
+        read(members, room(), last=False)
+    with pytest.raises(rtr.NotFound):
+        read(members, room())
+
+
 @pytest.mark.parametrize("how", ["expired", "released", "closed"])
 def test_a_read_after_the_end_of_its_lease_is_told(members: Members, how: str) -> None:
     made = region(members)
