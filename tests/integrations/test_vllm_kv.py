@@ -13,12 +13,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from tests.integrations.vllm_kv_actors import CONNECTOR, PREFILL, ActorEngine, KVEngine, save_model
+from tests.integrations.vllm_kv_actors import (
+    CONNECTOR,
+    PREFILL,
+    ActorEngine,
+    KVEngine,
+    save_hybrid_model,
+    save_model,
+)
 from tests.polling import wait_until
 
 #: No call lasts longer, unless it says so.
@@ -232,6 +240,21 @@ def test_engines_of_other_tensor_parallel_sizes(cluster: None, path: str) -> Non
                 assert handed_over(prefill, decode, tokens) == alone(prefill, tokens)
                 assert get([prefill.is_empty.remote(), decode.is_empty.remote()])
             assert (counts(decode)["read"], counts(decode)["failed"]) == (2, 0)
+
+
+@pytest.mark.slow
+def test_layers_with_a_window(cluster: None, tmp_path: Path) -> None:
+    """Of a long prompt, blocks that have left the window are nowhere, and the others are of two groups of layers."""
+    with engines(save_hybrid_model(tmp_path), {"max_num_batched_tokens": 64}, {}) as (prefill, decode):
+        answers = []
+        for seed, length in enumerate((20, 2 * BLOCK, 3 * BLOCK + 1, 200)):
+            tokens = prompt(30 + seed, length)
+            answers.append(handed_over(prefill, decode, tokens))
+            assert answers[-1] == alone(prefill, tokens)
+        assert len({tuple(answer) for answer in answers}) == len(answers), "they depend on the prompt"
+        assert (counts(decode)["read"], counts(decode)["failed"]) == (4, 0)
+        assert counts(decode)["groups"] == 2, "through the hybrid memory allocator"
+        assert all(wait_until(lambda engine=engine: get(engine.is_empty.remote()), 30) for engine in (prefill, decode))
 
 
 def test_names_that_vllm_does_not_promise() -> None:

@@ -104,7 +104,8 @@ class ActorEngine:
 def _counts(worker: Any) -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return {**get_kv_transfer_group().counts(), "pid": os.getpid()}
+    connector: Any = get_kv_transfer_group()
+    return {**connector.counts(), "groups": len(connector._groups), "pid": os.getpid()}
 
 
 def save_model(folder: Path, **options: Any) -> str:
@@ -112,6 +113,33 @@ def save_model(folder: Path, **options: Any) -> str:
     path = save_config(folder, **options)
     Trainer(path).model.save_pretrained(path)
     return path
+
+
+def save_hybrid_model(folder: Path) -> str:
+    """A model with layers of a window of two blocks, and layers that see the whole prompt."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=320,
+        max_position_embeddings=512,
+        dtype="float32",
+    )
+    torch.manual_seed(1)
+    model = Gemma3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
 #: What a proxy adds to a request for the prefill engine.
