@@ -18,7 +18,7 @@ from raytorchrpc._compat import nixl_package, ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
-from raytorchrpc.group import detached, group, join, restarts
+from raytorchrpc.group import detached, group, here, join, restarts
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.integrations.team import Team as Team
@@ -46,6 +46,11 @@ def actor() -> Any:
 def watches_everybody(group: Any) -> bool:
     """Whether the supervisor in this process has connected to all members, which it does once a group has formed."""
     return all(member.is_watched for member in group._own("a test")._core._members.values())
+
+
+def asked_for_gpu() -> tuple[bool, bool]:
+    """Whether this actor takes GPUs into a group as itself, and as another object."""
+    return here.asked_for_gpu(ray_internals.actor_instance()), here.asked_for_gpu(object())
 
 
 def closes_idle_connections(group: Any) -> bool:

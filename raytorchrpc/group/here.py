@@ -51,10 +51,12 @@ def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> E
 
 
 def asked_for_gpu(instance: Any) -> bool:
-    """Whether the actor asked Ray for a GPU. For any other process: whether it has initialised CUDA."""
-    if instance is None or ray_internals.actor_instance() is not instance:
-        # It may see every GPU, and joining a group must not initialise CUDA in it.
-        import torch
+    """Whether Ray gave this process a GPU. If it is no actor that joins as itself, using CUDA already is enough."""
+    if ray.is_initialized() and ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+        return True
+    if instance is not None and ray_internals.actor_instance() is instance:
+        return False
+    # It may see every GPU, and joining a group must not initialise CUDA in it.
+    import torch
 
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

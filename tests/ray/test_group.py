@@ -18,6 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.insides import has_ended
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
@@ -86,6 +87,12 @@ def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
         for pair, answer in answers.items():
             assert ray.get(answer, timeout=60) == 42, pair
         assert repr(group).endswith("... 7 more>") and len(repr(group)) < 200
+
+
+def test_an_actor_has_its_gpus_also_if_it_joins_as_another_object(kinds: Kinds) -> None:
+    """As one that uses a library does, which offers an object of its own."""
+    asked = {name: insides.in_actor(kinds[name], insides.asked_for_gpu) for name in ("fractional", "sync")}
+    assert asked == {"fractional": (True, True), "sync": (False, False)}
 
 
 def test_every_copy_of_a_handle_means_the_same_member(kinds: Kinds, peers: list[Any]) -> None:
