@@ -2,6 +2,7 @@
 
 ``AsyncGRPOTrainer`` and ``AsyncDistillationTrainer`` take ``weight_transfer=RayTorchRpcWeightTransfer()``. Before a
 ``GRPOTrainer``, or another one with ``vllm_mode="server"``, is made: ``use_in_server_mode()``.
+``publish_adapters()`` is for asynchronous trainers of PEFT models.
 
 The first training process publishes each version once, and the server's workers pull it. They generate meanwhile, and
 pause only while they pull. The server runs with ``--weight-transfer-config '{"backend": "raytorchrpc"}'``.
@@ -123,21 +124,24 @@ class RayTorchRpcWeightTransfer:
 
         Raises RayTorchRpcError as ``send_weights``.
         """
-        if self._adapters is None:
-            if self._store is None:
-                self.init_weight_transfer()
-            self._adapters = rtr.WeightStore(f"{self._store_name}-adapter", keep=2)
-        version = self._adapters.publish(tensors, timeout=self.timeout)
-        name, before = name_of(self._adapters, version, self._group), self._adapter
+        if self._store is None:
+            self.init_weight_transfer()
+        name, before = self.publish_adapter(tensors), self._adapter
         self._deliver(
-            f"version {version} of {self._adapters.name!r}",
-            lambda progress: self._vllm.load_lora_adapter(name, name, timeout=progress.left()),
+            f"adapter {name!r}", lambda progress: self._vllm.load_lora_adapter(name, name, timeout=progress.left())
         )
         self._adapter = name
         if before is not None:
             with suppress(OSError):  # it is started again just now
                 self._vllm.unload_lora_adapter(before, timeout=self.timeout)
         return name
+
+    def publish_adapter(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Publish ``adapter_of(model)``; returns the name by which a server loads it."""
+        if self._adapters is None:
+            self._become_member()
+            self._adapters = rtr.WeightStore(f"{self._store_name}-adapter", keep=2)
+        return name_of(self._adapters, self._adapters.publish(tensors, timeout=self.timeout), self._group)
 
     def _deliver(self, label: str, bring: Callable[[Progress], None]) -> None:
         """Have the server take something, which may be started again meanwhile."""
@@ -245,6 +249,35 @@ def use_in_server_mode(**options: Any) -> None:
             self.vllm_client.model = self.vllm_client.communicator.send_adapter(tensors)
 
     vllm_generation.VLLMClient, vllm_generation.VLLMGeneration.sync_weights = Client, sync_weights
+
+
+def publish_adapters(**options: Any) -> None:
+    """Have TRL's asynchronous trainers publish adapters of PEFT models, instead of writing files for the server.
+
+    Call it in every training process, before a trainer is made, which gets no ``weight_transfer``. TRL sends an adapter
+    alone if the server runs with ``--enable-lora``; a server that is restarted has it after the next update.
+
+    Args:
+        options: of ``RayTorchRpcWeightTransfer``, but for ``server_url``, which the trainer's settings have.
+    """
+    with adapted_to("trl"):
+        from trl.experimental.async_distillation import async_distillation_trainer
+        from trl.experimental.async_grpo import async_grpo_trainer
+
+    transfer, names = RayTorchRpcWeightTransfer(**options), dict[str, str]()
+    atexit.register(transfer.destroy)
+
+    def publish(model: Any, accelerator: Any, adapter_name: str, folder: str) -> None:
+        tensors = adapter_of(model)  # which all processes gather
+        if accelerator.is_main_process:
+            names[folder] = transfer.publish_adapter(tensors)
+
+    def loading(load: Callable[..., None]) -> Callable[..., None]:
+        return wraps(load)(lambda client, name, path, **given: load(client, name, names.pop(path, path), **given))
+
+    for module in (async_grpo_trainer, async_distillation_trainer):
+        module.save_lora_adapter = publish
+        module.VLLMClient.load_lora_adapter = loading(module.VLLMClient.load_lora_adapter)
 
 
 def _sends_adapter(generation: Any) -> bool:

@@ -21,9 +21,11 @@ with warnings.catch_warnings():  # of trl and what it imports there are many
     pytest.importorskip("trl")
     pytest.importorskip("vllm")
     from peft import LoraConfig
+    from trl.experimental.async_distillation import async_distillation_trainer
+    from trl.experimental.async_grpo import async_grpo_trainer
     from trl.generation import vllm_generation
 
-    from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer, use_in_server_mode
+    from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer, publish_adapters, use_in_server_mode
     from tests.integrations.trl_actors import (
         greedy,
         make_distillation_trainer,
@@ -121,27 +123,52 @@ def test_a_trainer_in_server_mode_brings_its_weights(
     trainer.vllm_generation.vllm_client.close_communicator()
 
 
-@pytest.mark.usefixtures("server_mode")
-def test_of_a_peft_model_the_adapter_alone_is_sent(path: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def lora_server(path: str, cluster: None) -> Iterator[Server]:
     options = ("--load-format", "auto", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "8")
     server = Server(path, options=(*options, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"))
     try:
-        base = server.greedy()
-        trainer = make_stable_trainer("GRPO", path, url_of(server), tmp_path, LORA)
-        trainer.train()
-        trainer.vllm_generation.sync_weights()
-        tokens, client = greedy(trainer, path), trainer.vllm_generation.vllm_client
-        assert server.greedy(model=client.model) == tokens
-        assert server.greedy() == base, "which was not sent"
-        stats = {row.store: row.bytes_out for row in rtr.get_group("trl").stats().weights if row.bytes_out}
-        assert set(stats) == {"policy-adapter"} and stats["policy-adapter"] < 4 * 32_000
-        loaded = {model["id"] for model in server.ask("GET", "/v1/models")["data"]}
-        assert loaded == {path, client.model}, "the server keeps no earlier adapter"
-        client.communicator._vllm.unload_lora_adapter(client.model)
-        assert server.greedy(model=client.model) == tokens, "a server that was restarted finds it by its name"
-        client.close_communicator()
+        yield server
     finally:
         server.stop()
+
+
+def assert_the_adapter_alone_was_sent() -> None:
+    stats = {row.store: row.bytes_out for row in rtr.get_group("trl").stats().weights if row.bytes_out}
+    assert set(stats) == {"policy-adapter"} and stats["policy-adapter"] < 5 * 32_000
+
+
+@pytest.mark.usefixtures("server_mode")
+def test_of_a_peft_model_the_adapter_alone_is_sent(path: str, lora_server: Server, tmp_path: Path) -> None:
+    base = lora_server.greedy()
+    trainer = make_stable_trainer("GRPO", path, url_of(lora_server), tmp_path, LORA)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    tokens, client = greedy(trainer, path), trainer.vllm_generation.vllm_client
+    assert lora_server.greedy(model=client.model) == tokens
+    assert lora_server.greedy() == base, "which was not sent"
+    assert_the_adapter_alone_was_sent()
+    loaded = {model["id"] for model in lora_server.ask("GET", "/v1/models")["data"]}
+    assert loaded == {path, client.model}, "the server keeps no earlier adapter"
+    client.communicator._vllm.unload_lora_adapter(client.model)
+    assert lora_server.greedy(model=client.model) == tokens, "a server that was restarted finds it by its name"
+    client.close_communicator()
+
+
+def test_an_asynchronous_trainer_publishes_its_adapter_alone(
+    path: str, lora_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (async_grpo_trainer, async_distillation_trainer):
+        monkeypatch.setattr(module, "save_lora_adapter", module.save_lora_adapter)
+        monkeypatch.setattr(module.VLLMClient, "load_lora_adapter", module.VLLMClient.load_lora_adapter)
+    publish_adapters(timeout=60)
+    trainer = make_trainer(path, url_of(lora_server), tmp_path, None, LORA, max_staleness=0)
+    trainer.train()
+    assert trainer.model_version == 4
+    assert lora_server.greedy(model="trl-policy-v4") == greedy(trainer, path)
+    assert_the_adapter_alone_was_sent()
+    assert not list(tmp_path.glob("**/adapter_config.json")), "there are no files"
+    rtr.get_group("trl").shutdown()
 
 
 def test_a_server_that_nobody_started_joins_by_ray(path: str, tmp_path: Path) -> None:

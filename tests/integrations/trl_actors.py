@@ -71,7 +71,7 @@ def prompts() -> Dataset:
     )
 
 
-def make_trainer(path: str, url: str, folder: Path, transfer: Any, **options: Any) -> Any:
+def make_trainer(path: str, url: str, folder: Path, transfer: Any, peft: Any = None, **options: Any) -> Any:
     """TRL's trainer, whose rollout workers ask the server at ``url``."""
     packing._flash_attn = _Attention
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: 1e12  # asks for a GPU's properties
@@ -101,6 +101,7 @@ def make_trainer(path: str, url: str, folder: Path, transfer: Any, **options: An
         AsyncGRPOConfig(**{**given, **options}),
         prompts(),
         weight_transfer=transfer,
+        peft_config=peft,
     )
 
 
