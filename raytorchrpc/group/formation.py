@@ -376,21 +376,21 @@ def form_group(
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     try:
-        with ray_calls.Patience(roster.name, timeout_s) as patience:
-            while True:
-                formation = Formation(roster, participants, timeout_s, patience=patience)
+        patience = ray_calls.Patience(roster.name, timeout_s)
+        while True:
+            formation = Formation(roster, participants, timeout_s, patience=patience)
+            try:
+                formation.probe()
+                formation.assign(roster)
                 try:
-                    formation.probe()
-                    formation.assign(roster)
-                    try:
-                        prepared = formation.prepare()
-                        formation.commit(prepared)
-                        return finish(formation.roster, prepared)
-                    except BaseException:
-                        formation.roll_back()
-                        raise
-                except (BootstrapError, ConfigurationError) as error:
-                    formation.raise_unless_restarted(error)
+                    prepared = formation.prepare()
+                    formation.commit(prepared)
+                    return finish(formation.roster, prepared)
+                except BaseException:
+                    formation.roll_back()
+                    raise
+            except (BootstrapError, ConfigurationError) as error:
+                formation.raise_unless_restarted(error)
     except BaseException:
         ray_calls.ended_here.append(roster.generation)  # Ctrl-C may have ended the rollback, too
         raise

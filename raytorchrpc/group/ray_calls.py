@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -39,8 +37,6 @@ _BUSY = 0.05
 _EXAMINED = 64
 #: What Ray adds to the name of a resource.
 _IN_PLACEMENT_GROUP = re.compile(r"_group_(\d+_)?[0-9a-f]{36}$")
-#: Erases the line of a terminal.
-_ERASED = "\r\x1b[K"
 
 #: Generations of groups that this process has ended. Their members may not have left yet.
 ended_here: deque[str] = deque(maxlen=1024)
@@ -96,8 +92,7 @@ class Patience:
     """How long a group that forms waits for its members. Says whom it waits for, and why: after 3 s, then every 10 s.
 
     The time runs anew while a process loads modules, or works in its ``__init__`` on this node, until ``LONGEST`` times
-    as much has passed. On a terminal it rewrites one line, which it erases in the end; elsewhere it logs. A context
-    manager.
+    as much has passed.
     """
 
     def __init__(self, group: str, timeout_s: float) -> None:
@@ -107,7 +102,6 @@ class Patience:
         """When the next notice is to be given (``time.monotonic``)."""
         self._loaded: dict[str, int] = {}
         self._progress: dict[str, float] = {}
-        self._has_line = False
 
     @property
     def until(self) -> float:
@@ -132,18 +126,7 @@ class Patience:
         more = f"; and {len(handles) - len(shown)} more" if len(handles) > len(shown) else ""
         there = f"{_LOADING}: {count - len(handles)} of {count} are there, " if self._loaded else ""
         text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, {there}waits for {reasons}{more}"
-        if sys.stderr.isatty():
-            print(_ERASED + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-            self._has_line = True
-        else:
-            logger.warning("%s", text)
-
-    def __enter__(self) -> Patience:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._has_line:
-            print(_ERASED, end="", file=sys.stderr, flush=True)
+        logger.warning("%s", text)
 
 
 def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
