@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from ray.actor import ActorHandle
 
@@ -47,18 +47,6 @@ STATS_TIMEOUT_S = 5.0
 
 
 Host = Supervisor | DetachedHost
-
-
-class _Members(tuple[Member, ...]):
-    """``Group.members``."""
-
-    __slots__ = ()
-
-    def __call__(self) -> NoReturn:
-        raise TypeError("Group.members is no method: write group.members")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)
 
 
 class Group:
@@ -109,7 +97,7 @@ class Group:
     @property
     def members(self) -> tuple[Member, ...]:
         """All members, in rank order."""
-        return _Members(self._info.members)
+        return self._info.members
 
     def member(self, target: Any) -> Member:
         """The member that ``target`` (an actor handle, a name, a rank or a Member) stands for. Raises NotAMember."""
