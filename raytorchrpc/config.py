@@ -58,6 +58,10 @@ class GroupConfig:
     text with a unit, such as ``"4GiB"`` (powers of 1024) or ``"4GB"`` (powers of 1000). None: a quarter of the memory
     that the process may use. It is allocated when needed and kept until the group ends."""
 
+    near_adapters: bool = True
+    """Have nixl use the one of several RDMA adapters that is nearest to a member's GPU, unless ``lanes`` names nixl or
+    ``UCX_NET_DEVICES`` is set. False: UCX chooses."""
+
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
     """Threads that copy a CPU tensor of 8 MiB or more together. None: half the cores, 2 to 4."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from raytorchrpc.doctor.report import Evidence, Finding, NcclValue, finding, note, ok, problem, some, warning
-from raytorchrpc.topology import nccl_env
+from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 from raytorchrpc.topology.rdma import usable_ports
 
@@ -152,8 +152,7 @@ def limit_levels(endpoint: Endpoint, findings: Iterable[Finding]) -> Iterator[Fi
 
     In many clouds, a machine's ordinary network card is also a RoCE adapter.
     """
-    ports = [port for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
-    used = endpoint.gpus or endpoint.nixl or any(port.link_layer == "InfiniBand" for port in ports)
+    used = rdma.is_worth_using(endpoint)
     why = "no lane would use RDMA here: there is no GPU for nccl, no NIXL, and no InfiniBand for torchrpc; "
     for each in findings:
         if not used and each.level not in ("ok", "note"):
@@ -177,9 +176,9 @@ def _findings(endpoint: Endpoint) -> Iterator[Finding]:
         yield warning(
             "rdma-efa",
             f"EFA: {some(hca.name for hca in efa)}",
-            "EFA looks like InfiniBand but fails in TensorPipe, so torchrpc uses TCP; NCCL needs a plug-in "
-            "(aws-ofi-nccl), which the doctor cannot detect, so the nccl lane is used only where it is named",
-            "install aws-ofi-nccl and name the lane: "
+            "EFA looks like InfiniBand but fails in TensorPipe, so torchrpc uses TCP; nixl uses LIBFABRIC; NCCL needs "
+            "a plug-in (aws-ofi-nccl), which the doctor cannot detect, so nccl is used only where it is named",
+            "install NIXL, or aws-ofi-nccl and name the lane: "
             "GroupConfig(lanes=('socket', 'shm', 'cuda_ipc', 'nccl', 'torchrpc'))",
         )
     if len(efa) == len(endpoint.hcas):

@@ -72,6 +72,10 @@ def _routes(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
         routes.setdefault("; ".join(how), []).append(f"{a} - {b}")
     for lanes_used, pairs in routes.items():
         yield ok("together-routes", f"{some(pairs)}: {lanes_used}")
+    for text in plan.unused:
+        yield warning(
+            "together-slower", text, "tensors between them take longer than they need", "remove the cause that is named"
+        )
 
 
 def _containers(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
@@ -100,15 +104,6 @@ def _fabrics(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
             "tensors to and from the others use TCP",
             "if they should have RDMA, their own findings say what is missing",
         )
-    for a, b in combinations(with_rdma, 2):
-        if not a.same_host(b) and (obstacle := rdma.ucx_obstacle(a, b, cuda=False)):
-            yield warning(
-                "together-no-common-fabric",
-                f"{a.name} and {b.name} both have RDMA adapters: {obstacle}",
-                "tensors between them use TCP",
-                "cable or configure one fabric; NCCL and UCX cannot connect InfiniBand to RoCE",
-            )
-            return  # one pair is enough to show the cause
 
 
 def _gid_indices(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:

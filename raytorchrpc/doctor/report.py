@@ -89,7 +89,7 @@ _AFFECTED = {
     "nixl nccl": "rdma memlock",
     "nixl nccl torchrpc": (
         "gpu-bar1-small rdma-none rdma-efa rdma-no-verbs-device rdma-first-unusable rdma-no-routed-gid rdma-gpudirect "
-        "rdma-no-gpudirect memlock-small together-rdma-uneven together-no-common-fabric"
+        "rdma-no-gpudirect memlock-small together-rdma-uneven together-slower"
     ),
     "nccl": "rdma-link-layers-mixed nccl-values nccl-value-unfit shm-small together-gid-index-differs",
     "torchrpc": (

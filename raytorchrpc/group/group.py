@@ -425,7 +425,7 @@ def init_group(
             for host in hosts:
                 Group(host.info, host).shutdown()
             raise
-    for warning in info.plan.warnings:
+    for warning in (*info.plan.warnings, *info.plan.unused):
         logger.warning("group %r: %s", name, warning)
     return group
 

@@ -77,19 +77,19 @@ def nixl_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b, cuda = pair.a, pair.b, traffic == "cuda"
     if obstacle := _unencrypted(pair) or (_no_gpu(pair) if cuda else None):
         return obstacle
-    named = "nixl" in pair.named
+    named, backend = "nixl" in pair.named, rdma.nixl_backend(a)
     if a.same_host(b) and not named:
         return "same host: used only if GroupConfig.lanes names it and no lane for one host"
-    no_rdma = "same host" if a.same_host(b) else rdma.ucx_obstacle(a, b, cuda=cuda)
-    if no_rdma and not named:
+    no_rdma = "same host" if a.same_host(b) else rdma.nixl_obstacle(a, b, cuda=cuda)
+    if no_rdma and (not named or rdma.nixl_backend(a) != rdma.nixl_backend(b)):
         return no_rdma
     without = sorted(e.name for e in (a, b) if not e.nixl)
     if without:
         where = f" in {without[0]}" if len(without) == 1 else ""
         return f"NIXL is not installed for torch{where}: pip install '.[nixl]' in a checkout"
     if named:
-        return f"one-sided reads {'over what UCX selects' if no_rdma else 'by RDMA'}", "asked for by name"
-    return "one-sided reads by RDMA", "different hosts, both with adapters that UCX can use"
+        return f"one-sided reads {f'over what {backend} selects' if no_rdma else 'by RDMA'}", "asked for by name"
+    return "one-sided reads by RDMA", f"different hosts, both with adapters that {backend} can use"
 
 
 def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:

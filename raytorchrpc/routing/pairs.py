@@ -106,7 +106,7 @@ class Kind:
             hca.changed({"ports": tuple(port.changed({"gids": rdma.networks(port)}) for port in hca.ports)})
             for hca in self.endpoint.hcas
         )
-        gpus = tuple(gpu.changed({"uuid": "", "pci_bus_id": None}) for gpu in self.endpoint.gpus)
+        gpus = tuple(gpu.changed({"uuid": "", "pci_bus_id": None, "path": None}) for gpu in self.endpoint.gpus)
         alike = self.endpoint.changed({**_HOSTS_OWN, "hcas": hcas, "gpus": gpus})
         return alike.key(), self.agent.transports, self.agent.channels
 

@@ -13,6 +13,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.registry import TORCHRPC, TRAFFIC, TRAFFIC_TEXT
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
+from raytorchrpc.routing import fast_paths
 from raytorchrpc.routing.pairs import Candidate, Judge, Kind, PairRoute, candidates
 from raytorchrpc.text import Shown, list_cell, paragraph, table, terminal_columns
 from raytorchrpc.topology import device_map
@@ -208,8 +209,24 @@ class RoutePlan(Shown):
                 for name in (a, b)
                 if (why := self.kind(name).agent.small_pages)
             ]
+        lines += [f"  slower than possible: {text}" for text in self._unused_by(a, b)]
         lines += [_agent_text(name, self.kind(name).agent) for name in (a, b)]
         return "\n".join(lines)
+
+    @functools.cached_property
+    def unused(self) -> tuple[str, ...]:
+        """What is faster and not used; a sentence for each cause, with the first pair of members that it concerns."""
+        pairs: dict[str, tuple[str, str]] = {}
+        for pair in self.samples():
+            for text in self._unused_by(*pair):
+                pairs.setdefault(text, pair)
+        members = {name: self.kinds[kind].endpoint for name, kind in self.kind_of.items()}
+        texts = (f"between {a} and {b}: {text}" for text, (a, b) in pairs.items())
+        return *texts, *fast_paths.shared_adapters(self.config, members)
+
+    def _unused_by(self, a: str, b: str) -> Iterator[str]:
+        ends = (self.kind(name).endpoint.changed({"name": name}) for name in (a, b))
+        return fast_paths.between(self.config, self.route(a, b), *ends)
 
     def table(self, width: int | None = None) -> str:
         """A plain-text table with the lane of each pair for calls, CPU tensors and CUDA tensors. A number behind a lane

@@ -30,6 +30,8 @@ class Gpu(_Evidence):
     memory_bytes: int
     pci_bus_id: str | None = None
     """As sysfs spells it: ``0000:53:00.0``."""
+    path: tuple[str, ...] | None = None
+    """Where it is: its NUMA node, and the PCI devices from the root to it; None = unknown."""
     bar1_bytes: int | None = None
     """Size of the window through which a network adapter reaches this GPU's memory; None = unknown."""
     resource1_present: bool | None = None
@@ -82,6 +84,8 @@ class Hca(_Evidence):
     name: str
     driver: str | None = None
     """Kernel driver: ``mlx5_core``, ``efa``, ..."""
+    path: tuple[str, ...] | None = None
+    """As ``Gpu.path``."""
     ports: tuple[HcaPort, ...] = ()
     verbs_device: bool | None = None
     """Whether this process may open its /dev/infiniband/uverbs file; None = unknown."""

@@ -157,6 +157,7 @@ def _gpu(root: Path, index: int) -> Gpu:
         name=properties.name,
         memory_bytes=properties.total_memory,
         pci_bus_id=bdf,
+        path=sysfs.device_path(device) if device else None,
         bar1_bytes=sysfs.bar1_bytes(root, bdf) if bdf else None,
         resource1_present=(device / "resource1").exists() if device and device.exists() else None,
         dma_buf=_dma_buf(index),
@@ -184,6 +185,7 @@ def _hca(root: Path, name: str) -> Hca:
     return Hca(
         name=name,
         driver=sysfs.link_name(home / "device/driver"),
+        path=sysfs.device_path(home / "device"),
         ports=tuple(ports),
         verbs_device=any(os.access(device, os.R_OK | os.W_OK) for device in verbs) if verbs else None,
     )

@@ -134,25 +134,52 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
     return None
 
 
-def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
+def nixl_backend(endpoint: Endpoint) -> str:
+    """By what NIXL reaches other hosts: LIBFABRIC where there are EFA adapters and no others that work, else UCX."""
+    return "LIBFABRIC" if has_efa(endpoint) and not usable_ports(endpoint) else "UCX"
+
+
+def has_efa(endpoint: Endpoint) -> bool:
+    """Whether it has an EFA adapter that it may open."""
+    return any(hca.driver == "efa" and hca.verbs_device is not False for hca in endpoint.hcas)
+
+
+def is_worth_using(endpoint: Endpoint) -> bool:
+    """Whether a lane would use its adapters if they worked. In many clouds, the ordinary network card of a machine
+    without GPUs is a RoCE adapter, too.
+    """
+    ports = [port for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
+    by_kind = any(port.link_layer == "InfiniBand" for port in ports)
+    return bool(endpoint.hcas) and bool(endpoint.gpus or endpoint.nixl or by_kind)
+
+
+def nixl_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool) -> str | None:
+    """Why NIXL has no RDMA between two members on different hosts; None if it has. Symmetric in a and b."""
+    backends = {nixl_backend(a), nixl_backend(b)}
+    if len(backends) > 1:
+        return "one has EFA adapters, by LIBFABRIC, and the other none"
+    return ucx_obstacle(a, b, cuda=cuda, efa=backends == {"LIBFABRIC"})
+
+
+def ucx_obstacle(a: Endpoint, b: Endpoint, *, cuda: bool, efa: bool = False) -> str | None:
     """Why UCX has no RDMA between two members on different hosts; None if it has. Symmetric in a and b.
 
-    With ``cuda``, of GPU memory, for which NCCL (GPUDirect RDMA) has the same requirements.
+    With ``cuda``, of GPU memory, for which NCCL (GPUDirect RDMA) has the same requirements. ``efa``: both use EFA.
     """
-    obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda))}
+    obstacles = {end.name: obstacle for end in (a, b) if (obstacle := _rdma_alone(end, cuda, efa))}
     if len(obstacles) == 2 and len(set(obstacles.values())) == 1:
         return obstacles[a.name]  # without names, so that many pairs share one text
     if obstacles:
         return "; ".join(sorted(f"{name}: {obstacle}" for name, obstacle in obstacles.items()))
-    if not _fabrics(a) & _fabrics(b):
+    if not efa and not _fabrics(a) & _fabrics(b):
         return "the two members have no adapters on one InfiniBand subnet or both RoCE"
     return None
 
 
-def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
+def _rdma_alone(endpoint: Endpoint, cuda: bool, efa: bool) -> str | None:
     if not endpoint.hcas:
         return "no RDMA adapter"
-    if not _fabrics(endpoint):
+    if not efa and not _fabrics(endpoint):
         return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be detected)"
     if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
         return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
@@ -175,6 +202,28 @@ def _fabrics(endpoint: Endpoint) -> set[str]:
 def usable_ports(endpoint: Endpoint) -> list[tuple[Hca, HcaPort]]:
     """The ports that NCCL and UCX can use: active, on an adapter that may be opened, on RoCE with a routed address."""
     return [(hca, port) for hca in endpoint.hcas for port in hca.ports if _is_usable(hca, port)]
+
+
+def near_port(endpoint: Endpoint) -> tuple[Hca, HcaPort] | None:
+    """The one of several usable, fast ports that is nearest to the member's GPU; of those that are equally near, one by
+    the GPU's number on the bus. None if that is unknown, GPUs differ in it, or the ports are on several fabrics, so
+    that a peer may not reach it.
+    """
+    ports = usable_ports(endpoint)
+    fastest = max((port.rate_gbps or 0 for _, port in ports), default=0)
+    ports = [(hca, port) for hca, port in ports if port.rate_gbps is None or port.rate_gbps * 2 >= fastest]
+    chosen: list[tuple[Hca, HcaPort] | None] = []
+    for gpu in endpoint.gpus if len(ports) > 1 and len(_fabrics(endpoint)) == 1 else ():
+        depths = [_shared_depth(gpu.path or (), hca.path or ()) for hca, _ in ports]
+        nearest = [port for port, depth in zip(ports, depths, strict=True) if depth == max(depths) > 0]
+        bus = int((gpu.pci_bus_id or "0:0").split(":")[1], 16)
+        chosen.append(nearest[bus % len(nearest)] if nearest else None)
+    return chosen[0] if chosen and chosen.count(chosen[0]) == len(chosen) else None
+
+
+def _shared_depth(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    same = [a == b for a, b in zip(one, other, strict=False)]
+    return [*same, False].index(False)
 
 
 def _is_usable(hca: Hca, port: HcaPort) -> bool:

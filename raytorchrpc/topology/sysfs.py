@@ -94,6 +94,12 @@ def huge_pages(root: Path) -> tuple[str, int]:
     return mode[1] if mode else "", int(size) if size.isdigit() else 0
 
 
+def device_path(device: Path) -> tuple[str, ...] | None:
+    """The NUMA node of a PCI device, and the devices from its root to it; None = unknown."""
+    path = os.path.realpath(device).partition("/sys/devices/")[2]
+    return (f"NUMA node {read(device / 'numa_node')}", *path.split("/")) if path.startswith("pci") else None
+
+
 def bar1_bytes(root: Path, bdf: str) -> int | None:
     """Size of a PCI device's second BAR (on NVIDIA GPUs the window onto device memory); None = unknown.
 

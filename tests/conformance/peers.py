@@ -413,7 +413,7 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
         lanes: dict[str, Callable[[], TensorLane]] = {
             "cuda_ipc": lambda: CudaIpcLane((0,)),
             "nccl": lambda: nccl_lane(rank, timeout_s),
-            "nixl on cuda": lambda: NixlLane(capacity, (0,), timeout_s),
+            "nixl on cuda": lambda: NixlLane(capacity, (0,), timeout_s, {}),
         }
         _tensors = TensorNode(lanes[kind](), "cuda")
     elif kind == "torchrpc":

@@ -340,7 +340,7 @@ print(json.dumps([opened, same, open(sys.argv[1]).read().strip(), nixl.nixl_agen
 """
 
 
-def alone(tmp_path: Path, settings: dict[str, str], **environment: str) -> list[Any]:
+def alone(tmp_path: Path, settings: dict[str, str] | None, **environment: str) -> list[Any]:
     """Open the lane in a process of its own; what came of it."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     ran = subprocess.run(
@@ -367,6 +367,7 @@ def test_without_a_device_it_is_not_available_and_the_users_environment_wins(tmp
     opened, *_ = alone(tmp_path, {"TLS": "^tcp"})
     assert "UCX found no usable transport" in opened and "TLS=^tcp" in opened
     assert alone(tmp_path, {"TLS": "^tcp"}, UCX_TLS="tcp")[0] == "opened"
+    assert "LIBFABRIC cannot be used" in alone(tmp_path, None)[0]
 
 
 @needs_nixl

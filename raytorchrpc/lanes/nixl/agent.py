@@ -27,26 +27,30 @@ from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process.locks import Lock
+from raytorchrpc.topology import rdma
 
 LANE = "nixl"
 Kind = Literal["cpu", "cuda"]
 
-_BACKEND = "UCX"
 _POLL_US = 10_000
 #: A read is polled without a pause for this time, and then with pauses that grow with the time it has taken (seconds).
 _BRIEF_S, _LONGEST_PAUSE_S = 100e-6, 1e-3
 
 
-def ucx_settings(setup: LaneSetup) -> dict[str, str]:
-    """UCX's settings in a group, by name without ``UCX_``.
+def ucx_settings(setup: LaneSetup) -> dict[str, str] | None:
+    """UCX's settings in a group, by name without ``UCX_``; None: LIBFABRIC is to be used instead.
 
     UCX's TCP ports answer reads from anybody who reaches them, so it opens them only where ``GroupConfig.lanes`` names
     the lane.
     """
+    endpoint = setup.endpoint()
+    if rdma.nixl_backend(endpoint) != "UCX":
+        return None
     if LANE not in (setup.config.lanes or ()):
-        return {"TLS": "^tcp"}
-    rdma = any(port.state == "ACTIVE" for hca in setup.endpoint().hcas for port in hca.ports)
-    return {} if rdma or not setup.interface else {"NET_DEVICES": setup.interface}
+        port = rdma.near_port(endpoint) if setup.config.near_adapters else None
+        return {"TLS": "^tcp"} | ({"NET_DEVICES": f"{port[0].name}:{port[1].number}"} if port else {})
+    is_active = any(port.state == "ACTIVE" for hca in endpoint.hcas for port in hca.ports)
+    return {} if is_active or not setup.interface else {"NET_DEVICES": setup.interface}
 
 
 class Lost(ConnectionError):
@@ -108,9 +112,9 @@ def _library(package: str | None) -> Any:
 class Agent:
     """The NIXL agent of this process. Thread-safe."""
 
-    def __init__(self, package: str | None, settings: Mapping[str, str]) -> None:
+    def __init__(self, package: str | None, settings: Mapping[str, str] | None) -> None:
         """``package``: from ``_compat.nixl_package``. ``settings``: UCX settings, by name without ``UCX_``; the
-        environment overrides them.
+        environment overrides them. None: use LIBFABRIC.
 
         Takes up to half a second. Raises LaneUnavailable.
         """
@@ -123,13 +127,20 @@ class Agent:
         config.useListenThread = False
         config.pthrDelay = _POLL_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_RW
-        text = ",".join(f"{key}={value}" for key, value in settings.items())
+        text = ",".join(f"{key}={value}" for key, value in (settings or {}).items())
         try:
             self._agent = nixl.nixlAgent(self.name, config)
-            self._ucx = [self._agent.createBackend(_BACKEND, {"engine_config": text} if text else {})]
+            backend = "LIBFABRIC" if settings is None else "UCX"
+            self._ucx = [self._agent.createBackend(backend, {"engine_config": text} if text else {})]
             nothing = nixl.nixlRegDList(nixl.DRAM_SEG)
             self.connection = bytes(self._agent.getLocalPartialMD(nothing, True, self._ucx))
         except Exception as error:
+            if settings is None:
+                raise LaneUnavailable(
+                    LANE,
+                    f"LIBFABRIC cannot be used ({error}); it needs libfabric and hwloc, as AWS's EFA installer brings "
+                    f"them; FI_LOG_LEVEL=Debug in the environment of the job says more",
+                ) from error
             raise LaneUnavailable(
                 LANE,
                 f"UCX found no usable transport ({error}; {text or 'its own choice of transports'}); set "

@@ -117,13 +117,13 @@ class NixlLane(TensorLane):
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cpu", "cuda"}))
 
     def __init__(
-        self, capacity: int, devices: Sequence[int], timeout_s: float, settings: Mapping[str, str] | None = None
+        self, capacity: int, devices: Sequence[int], timeout_s: float, settings: Mapping[str, str] | None
     ) -> None:
         """``capacity``: of registered host memory, in bytes. ``devices``: local CUDA indices. ``timeout_s``: for the
-        data of one message. ``settings``: UCX settings, by name without ``UCX_``; the environment overrides them.
+        data of one message. ``settings``: see ``Agent``.
         """
         self._capacity, self._devices, self._timeout_s = capacity, tuple(devices), timeout_s
-        self._settings = dict(settings or {})
+        self._settings = settings
         self._agent: Agent | None = None
         self._links: dict[str, Link] = {}
         self._reading = 0  # threads that read

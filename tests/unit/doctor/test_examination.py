@@ -53,9 +53,14 @@ def two_releases() -> Cluster:
         (two_releases(), "together-no-group", "problem", "worker_1 has 2.11.0"),
         (clusters.two_pods_one_host(), "together-containers-apart", "warning", "worker_0 and worker_1"),
         (two_fabrics(()), "together-rdma-uneven", "warning", "none on worker_1"),
-        (two_fabrics(roce_hcas()), "together-no-common-fabric", "warning", "worker_0 and worker_1"),
-        (two_fabrics(infiniband_hcas("fec0:0000:0000:0001")), "together-no-common-fabric", "warning", "one InfiniBand"),
-        (public_nodes(moved_gids), "together-gid-index-differs", "note", "3 on worker_0; 5 on worker_1"),
+        (two_fabrics(roce_hcas()), "together-slower", "warning", "worker_0 and worker_1"),
+        (two_fabrics(infiniband_hcas("fec0:0000:0000:0001")), "together-slower", "warning", "one InfiniBand"),
+        (
+            clusters.with_nixl(public_nodes(moved_gids)),
+            "together-gid-index-differs",
+            "note",
+            "3 on worker_0; 5 on worker_1",
+        ),
     ],
 )
 def test_what_does_not_fit_together(cluster: Cluster, name: str | None, level: str, words: str) -> None:

@@ -117,6 +117,7 @@ CLUSTERS: dict[str, Cluster] = {
     "RoCE, another down": public_nodes(down(roce_hcas(), "mlx5_3")),
     "RoCE, unrouted": public_nodes(with_port(roce_hcas()[:1], "mlx5_0", **UNROUTED)),
     "EFA": public_nodes(efa_hcas()),
+    "EFA on one side": public_nodes(lambda host: (efa_hcas(), infiniband_hcas())[host]),
     "no adapters": public_nodes(()),
     "8 MiB memlock": public_nodes(memlock_bytes=8 * MIB),
     "no GPUDirect": public_nodes(peer_memory=False),
@@ -306,6 +307,37 @@ def test_every_backend_left_out_says_why(cluster: Cluster) -> None:
 
 NCCL, NIXL = "socket shm nccl torchrpc", "socket nixl torchrpc"
 EVERY = "socket shm cuda_ipc nixl torchrpc"
+BOTH = "though both have RDMA adapters: "
+
+
+@pytest.mark.parametrize(
+    ("name", "lanes", "unused"),
+    [
+        ("neighbours + nixl", NIXL, ["shm is not among lanes=", "cuda_ipc is not among lanes="]),
+        ("neighbours + nixl", EVERY, []),
+        ("neighbours + nixl", "socket torchrpc", []),
+        ("two pods + nixl", NIXL, []),  # the rule of each says why
+        ("InfiniBand", "", []),
+        ("InfiniBand + nixl", "", []),
+        ("EFA + nixl", "", []),
+        ("EFA", "", [BOTH + "NIXL is not installed"]),
+        ("RoCE", "", [BOTH + "NIXL is not installed"]),  # CUDA tensors go by nccl
+        ("8 MiB memlock + nixl", "", [BOTH + "only 8 MiB of memory may be locked"]),
+        ("8 MiB memlock + nixl", NIXL, [BOTH + "only 8 MiB of memory may be locked"]),
+        ("8 MiB memlock + nixl", "-nixl", []),
+        ("InfiniBand and RoCE + nixl", "", [BOTH + "the two members have no adapters on one InfiniBand"]),
+        ("InfiniBand on one side + nixl", "", []),
+        ("two hosts", "", []),
+    ],
+)
+def test_what_is_faster_and_not_used_is_told_with_its_cause(name: str, lanes: str, unused: list[str]) -> None:
+    routes = plan(CLUSTERS[name], GroupConfig(lanes=tuple(lanes.split()) or None))
+    assert len(routes.unused) == len(unused)
+    for text, fragment in zip(sorted(routes.unused), unused, strict=True):
+        assert text.startswith("between worker_0 and worker_1: ") and fragment in text
+        assert text.partition(": ")[2] in routes.explain("worker_1", "worker_0")
+
+
 READS, ANY_READS, GPUDIRECT = (
     "one-sided reads by RDMA",
     "one-sided reads over what UCX selects",
@@ -383,7 +415,7 @@ def test_the_lanes_that_a_pair_prefers_and_opens(pair: str, only: str, lanes: st
         ("no adapters", NCCL, "cuda", "NCCL over the network"),
         ("InfiniBand + nixl", "", "cpu", READS),
         ("RoCE, another down + nixl", "", "cuda", READS),
-        ("EFA + nixl", NIXL, "cpu", ANY_READS),
+        ("EFA + nixl", NIXL, "cpu", READS),
         ("no adapters + nixl", NIXL, "cpu", ANY_READS),
         ("InfiniBand on one side + nixl", NIXL, "cpu", ANY_READS),
         ("InfiniBand, only one and down + nixl", NIXL, "cpu", ANY_READS),
@@ -443,7 +475,7 @@ ONE_HOST_ONLY = "same host: used only if GroupConfig.lanes names it"
         ("no adapters + nixl", "", "nixl cpu", "no RDMA adapter"),
         ("two hosts + nixl", "", "nixl cpu", "no RDMA adapter"),
         ("InfiniBand on one side + nixl", "", "nixl cpu", "worker_1: no RDMA adapter"),
-        ("EFA + nixl", "", "nixl cpu", "EFA needs a plug-in"),
+        ("EFA on one side + nixl", NIXL, "nixl cpu", "one has EFA adapters, by LIBFABRIC, and the other none"),
         ("InfiniBand, only one and down + nixl", "", "nixl cpu", "no adapter has an active port"),
         ("InfiniBand, two subnets + nixl", "", "nixl cpu", "one InfiniBand subnet"),
         ("InfiniBand and RoCE + nixl", "", "nixl cpu", "or both RoCE"),

@@ -4,6 +4,7 @@ what the doctor says, all from the same simulated evidence. docs/rdma.md has a r
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ import pytest
 from raytorchrpc import GroupConfig
 from raytorchrpc.doctor import Evidence
 from raytorchrpc.doctor.examination import make_report
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.nixl.agent import ucx_settings
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.routing.routes import RoutePlan
-from raytorchrpc.topology import nccl_env
-from raytorchrpc.topology.endpoint import Hca
+from raytorchrpc.topology import nccl_env, sysfs
+from raytorchrpc.topology.endpoint import Endpoint, Hca
 from tests.unit import clusters
 from tests.unit.clusters import (
     Cluster,
@@ -28,6 +32,7 @@ from tests.unit.clusters import (
     with_nixl,
     with_port,
 )
+from tests.unit.trees import link, write
 
 
 def preferred(routes: RoutePlan, traffic: Any, a: str = "worker_0", b: str = "worker_1") -> str:
@@ -141,3 +146,57 @@ def test_efa() -> None:
     advice = nccl_env.advise(cluster["worker_0"])
     assert [advice[name].value for name in (nccl_env.HCA, nccl_env.GID, nccl_env.TIMEOUT)] == [None] * 3
     assert findings(cluster)["rdma-efa"] == {"warning"}
+    routes = plan(with_nixl(cluster), GroupConfig())
+    assert preferred(routes, "cuda") == preferred(routes, "cpu") == "nixl"
+    assert "LIBFABRIC" in routes.explain("worker_0", "worker_1")
+    assert settings(cluster["worker_0"]) is None
+
+
+def settings(endpoint: Endpoint, **config: Any) -> dict[str, str] | None:
+    """What NIXL is told; None: to use LIBFABRIC."""
+    return ucx_settings(LaneSetup("a", Credentials(b"", 0), GroupConfig(**config), lambda: endpoint))
+
+
+def host_with_switches(root: Path, gpus: int = 8) -> list[Endpoint]:
+    """A process for each GPU of a host. Each two of them, with their adapters, have a root of their own."""
+    paths = dict[str, tuple[str, ...] | None]()
+    for number in range(9):
+        for name, slot in ((f"mlx5_{number}", 1), (f"gpu {number}", 2)):
+            place = f"sys/devices/pci0000:{number // 2}0/0000:{number}0:01.0/0000:{number}{slot}:00.0"
+            write(root / place / "numa_node", str(number // 4))
+            link(root / "devices" / name, str(root / place))
+            paths[name] = sysfs.device_path(root / "devices" / name)
+    hcas = tuple(hca.changed({"path": paths[hca.name]}) for hca in infiniband_hcas())
+    own = [gpu.changed({"index": 0, "path": paths[f"gpu {gpu.index}"]}) for gpu in a100s(gpus)]
+    return [member(n, cuda=True, gpus=(gpu,), hcas=hcas, nixl=True) for n, gpu in enumerate(own)]
+
+
+def test_each_gpu_has_its_near_adapter(tmp_path: Path) -> None:
+    members = host_with_switches(tmp_path)
+    for number, each in enumerate(members):
+        assert settings(each) == {"TLS": "^tcp", "NET_DEVICES": f"mlx5_{number}:1"}
+    first, hcas = members[0], members[0].hcas
+    for unknown in (
+        first.changed({"gpus": ()}),
+        first.changed({"gpus": first.gpus + members[1].gpus}),
+        first.changed({"hcas": hcas[:1]}),
+        first.changed({"hcas": infiniband_hcas()}),
+        first.changed({"hcas": (*hcas[:-1], *infiniband_hcas("fec0:0000:0000:0001")[-1:])}),
+    ):
+        assert settings(unknown) == {"TLS": "^tcp"}
+    assert settings(first, near_adapters=False) == {"TLS": "^tcp"}
+    assert settings(first, lanes=("socket", "nixl", "torchrpc")) == {}
+    for unusable in ({"state": "DOWN"}, {"rate_gbps": 25.0}):
+        others = first.changed({"hcas": with_port(hcas, "mlx5_0", **unusable)})
+        assert settings(others) == {"TLS": "^tcp", "NET_DEVICES": "mlx5_1:1"}
+
+
+def test_actors_that_may_share_an_adapter_are_told(tmp_path: Path) -> None:
+    here, far = host_with_switches(tmp_path, 3), member(9, host=1, cuda=True, hcas=infiniband_hcas(), nixl=True)
+    assert plan(clusters.group(*here, far), GroupConfig(lanes=("-cuda_ipc",))).unused == ()
+    (text,) = plan(clusters.group(*here, far), GroupConfig(near_adapters=False)).unused
+    assert text.startswith("worker_0..worker_2: UCX chooses among 9 RDMA adapters") and "UCX_NET_DEVICES" in text
+    without = [each.changed({"gpus": ()}) for each in here]
+    (text,) = plan(clusters.group(*without[:2], here[2], far), GroupConfig()).unused
+    assert text.startswith("worker_0, worker_1: ")
+    assert plan(clusters.group(*without), GroupConfig()).unused == ()
