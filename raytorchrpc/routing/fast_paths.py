@@ -13,6 +13,8 @@ from raytorchrpc.topology.endpoint import Endpoint
 
 #: By traffic, the lane for one host.
 _MEMORY: dict[Traffic, str] = {"cpu": "shm", "cuda": "cuda_ipc"}
+#: Lanes for other hosts, and the one of them that is preferred for CPU and CUDA tensors.
+_FAR, _READS = ("nixl", "nccl"), "nixl"
 #: One of these in how a lane carries tensors means RDMA.
 _RDMA = ("RDMA", "ibv")
 
@@ -31,7 +33,7 @@ def between(config: GroupConfig, route: PairRoute, a: Endpoint, b: Endpoint) -> 
 def _on_one_host(config: GroupConfig, used: LaneChoice, a: Endpoint, b: Endpoint) -> str | None:
     memory = _MEMORY[used.traffic]
     may_map = a.shares(b, "pid", "user") and a.uid == b.uid
-    if used.lane in ("nixl", "nccl") and may_map and (why := forbidden(config, memory)):
+    if used.lane in _FAR and may_map and (why := forbidden(config, memory)):
         return f"both are on one host: {memory} is {why}; allow it there"
     return None
 
@@ -39,18 +41,18 @@ def _on_one_host(config: GroupConfig, used: LaneChoice, a: Endpoint, b: Endpoint
 def _by_network(config: GroupConfig, route: PairRoute, used: LaneChoice, a: Endpoint, b: Endpoint) -> str | None:
     if any(word in used.how for word in _RDMA) or not (rdma.is_worth_using(a) and rdma.is_worth_using(b)):
         return None
-    if config.tls or forbidden(config, "nixl"):
+    if config.tls or forbidden(config, _READS):
         return None
     why = rdma.nixl_obstacle(a, b, cuda=used.traffic == "cuda")
-    why = why or next((no.reason for no in route.rejected if (no.lane, no.traffic) == ("nixl", used.traffic)), None)
+    why = why or next((no.reason for no in route.rejected if (no.lane, no.traffic) == (_READS, used.traffic)), None)
     return why and f"both have RDMA adapters: {why}"
 
 
 def shared_adapters(config: GroupConfig, members: Mapping[str, Endpoint]) -> Iterator[str]:
     """Members of one host for which UCX chooses among adapters, in the same way for each. ``members``: all."""
-    if len({end.boot_id for end in members.values()}) < 2 or forbidden(config, "nixl"):
+    if len({end.boot_id for end in members.values()}) < 2 or forbidden(config, _READS):
         return
-    by_gpu, hosts = config.near_adapters and "nixl" not in (config.lanes or ()), dict[tuple[str, int], list[str]]()
+    by_gpu, hosts = config.near_adapters and _READS not in (config.lanes or ()), dict[tuple[str, int], list[str]]()
     for name, end in members.items():
         if end.nixl and len(ports := rdma.usable_ports(end)) > 1 and not (by_gpu and rdma.near_port(end)):
             hosts.setdefault((end.boot_id, len(ports)), []).append(name)

@@ -39,6 +39,7 @@ from raytorchrpc.patterns.weights.published import WAIT as WAIT
 from raytorchrpc.patterns.weights.publishers import LOOK as LOOK
 from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.topology.endpoint import Endpoint
+from tests.unit import clusters
 
 GENERATION = "generation"
 
@@ -201,7 +202,7 @@ class Members:
     def _open_beside(self, row: Any) -> None:
         opened: dict[str, TensorLane] = {}
         for name, local in self.members.items():
-            lane = LaneSetup(name, Credentials(b"s" * 32, local.me.rank), local.config, _unasked).make(row)
+            lane = LaneSetup(name, Credentials(b"s" * 32, local.me.rank), local.config, clusters.member).make(row)
             assert isinstance(lane, TensorLane)
             opened[name] = local.tensor_lanes[row.name] = lane
         addresses = [PeerAddress(name, lane.open()) for name, lane in opened.items()]
