@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -11,11 +10,10 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.group.tickets import find_ticket
+from raytorchrpc.integrations.joined import Joined
 from raytorchrpc.integrations.recording import check_filled
 from raytorchrpc.process import threads
 
@@ -24,46 +22,29 @@ T = TypeVar("T")
 #: An engine that gives up an update at its deadline says so until then (seconds).
 _ANSWER_S = 3.0
 
-_joined: rtr.Group | None = None
-"""The group that this process has joined by itself."""
+_joined: Joined | None = None
+"""This process in the group that it has joined by itself."""
 
 
 def become_member(group: str | None, timeout: float) -> None:
     """Join the group, unless this process is in one of the program's: an actor is, and a process that an engine has
-    started is not.
-
-    With a name, a process that no member has started connects to Ray first, at ``RAY_ADDRESS`` or on this host.
+    started is not. See ``Joined``.
     """
     with suppress(rtr.NotAMember):
         if not rtr.current_member(timeout).group.startswith("_"):  # a library's, such as that of KV caches
             return
     global _joined
-    try:
-        _joined = rtr.join(group, timeout=timeout)
-    except rtr.NotAMember as error:
-        if group is None or ray.is_initialized():
-            raise
-        try:
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as unreachable:
-            raise rtr.NotAMember(
-                f"{error}. No Ray runs on this host: start the engine in the cluster of group {group!r}, with "
-                f"RAY_ADDRESS, or as a child of a member"
-            ) from unreachable
-        _joined = rtr.join(group, timeout=timeout)
+    joining = Joined(group)
+    joining.join(timeout)
+    _joined = joining
 
 
 def follow_group(group: str | None, timeout: float) -> None:
-    """Move to the group that has the name now, if this process has joined one by itself.
-
-    A group whose supervisor has ended lasts for its members.
-    """
-    if _joined is not None:
-        with suppress(rtr.NotAMember):  # there is no other one
-            ticket = find_ticket(group, time.monotonic() + timeout)
-            if ticket.record.credentials.generation != _joined.generation:
-                _joined.leave()
-                become_member(group, timeout)
+    """Move to the group that has the name now, if this process has joined one by itself."""
+    with suppress(rtr.NotAMember):  # there is no other one
+        if _joined is not None and not _joined.is_current(timeout):
+            _joined.leave()
+            become_member(group, timeout)
 
 
 def check_fields(info: Any) -> None:

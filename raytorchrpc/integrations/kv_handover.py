@@ -15,15 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import ray_internals
-from raytorchrpc.group.tickets import find_ticket
 from raytorchrpc.integrations.engines import check_fields
+from raytorchrpc.integrations.joined import Joined
 from raytorchrpc.process import locks, threads
 from raytorchrpc.process.workers import Workers
 
@@ -40,7 +39,6 @@ _REMOTE_PREFILL, _REMOTE_DECODE, _BLOCKS, _OURS = (
 _READS = 16
 #: How long a step without computation waits for a read to end; how often a process looks for its group (seconds).
 _IDLE_S, _WATCH_S = 0.002, 10.0
-_AGAIN_S = 0.2
 #: Of the actors that supervise groups, in Ray.
 _NAMESPACE = "raytorchrpc.kv"
 
@@ -436,8 +434,9 @@ class Peer:
     _joining: ClassVar[Any] = locks.Lock()
 
     def __init__(self, group: str, timeout: float) -> None:
-        self.group, self.name, self._timeout = group, f"kv.{os.getpid()}.{os.urandom(4).hex()}", timeout
-        self._joined: rtr.Group | None = None
+        self.group, self._timeout = group, timeout
+        self._joined = Joined(group, "kv", self)
+        self.name = cast("str", self._joined.name)
         self._has_left = threading.Event()
         self._workers: dict[str, tuple[Worker, rtr.Region]] = {}
         """By region."""
@@ -448,7 +447,7 @@ class Peer:
         with cls._joining:
             if (peer := cls._here.get(group)) is None:
                 peer = cls(group, timeout)
-                peer._joined = _join(group, peer, timeout)
+                peer._enter()
                 threads.start(peer._watch, name="raytorchrpc-kv-group")
                 cls._here[group] = peer
             peer._workers[region] = worker, worker.expose(group)
@@ -459,11 +458,10 @@ class Peer:
         with self._joining:
             if region in self._workers:
                 self._workers.pop(region)[1].close()
-            if not self._workers and self._joined is not None:
+            if not self._workers:
                 self._here.pop(self.group, None)
                 self._has_left.set()
-                joined, self._joined = self._joined, None
-                joined.leave()
+                self._joined.leave()
 
     def _watch(self) -> None:
         while not self._has_left.wait(_WATCH_S):
@@ -475,19 +473,24 @@ class Peer:
     def _follow(self) -> None:
         """Move to the group that has the name now, if the one of this process has lost its supervisor."""
         with self._joining:
-            if self._joined is None or self._is_current(self._joined.generation):
-                return
+            with suppress(rtr.NotAMember):
+                if self._has_left.is_set() or self._joined.is_current(self._timeout):
+                    return
             self._joined.leave()
-            self._joined = _join(self.group, self, self._timeout)
+            self._enter()
             for region, (worker, _) in self._workers.items():
                 self._workers[region] = worker, worker.expose(self.group)
 
-    def _is_current(self, generation: str) -> bool:
+    def _enter(self) -> None:
         try:
-            ticket = find_ticket(self.group, time.monotonic() + self._timeout)
+            self._joined.join(self._timeout)
         except rtr.NotAMember:
-            return False
-        return ticket.record.credentials.generation == generation
+            if not ray.is_initialized():
+                raise
+            options = {"name": self.group, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+            host: Any = ray.remote(Host).options(num_cpus=0, max_restarts=-1, **options).remote()
+            ray.get(host.form.remote(self.group), timeout=self._timeout)
+            self._joined.join(self._timeout)
 
     @rtr.method(concurrent=True)
     def release(self, region: str, *args: Any) -> None:
@@ -507,31 +510,3 @@ class Host:
         except rtr.NotAMember:
             config = rtr.GroupConfig.from_env(joinable_by="cluster")
             rtr.init_group([], name=group, include_driver=True, config=config)
-
-
-def _join(group: str, peer: Peer, timeout: float) -> rtr.Group:
-    if not ray.is_initialized():
-        try:
-            ray.init(address=ray_internals.cluster_above() or "auto", log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as unreachable:
-            raise rtr.NotAMember(
-                f"the KV caches of engines are in group {group!r} of a Ray cluster, and no Ray runs on this host: "
-                f"start the engine in the cluster, or with RAY_ADDRESS"
-            ) from unreachable
-    until = time.monotonic() + timeout
-
-    def join() -> rtr.Group:
-        while True:
-            try:
-                return rtr.join(group, name=peer.name, instance=peer, timeout=timeout)
-            except (rtr.ConfigurationError, rtr.BootstrapError):  # a process of this actor was killed as it joined
-                if time.monotonic() > until:
-                    raise
-                threads.pause(_AGAIN_S)
-
-    with suppress(rtr.NotAMember):
-        return join()
-    options = {"name": group, "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
-    host: Any = ray.remote(Host).options(num_cpus=0, max_restarts=-1, **options).remote()
-    ray.get(host.form.remote(group), timeout=timeout)
-    return join()

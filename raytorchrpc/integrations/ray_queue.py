@@ -17,6 +17,7 @@ import ray
 import ray.util.queue
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.joined import Joined
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import in_thread
 from raytorchrpc.process.threads import start as start_thread
@@ -63,19 +64,9 @@ class _Joined:
     def __init__(self, group: str, actor: Any) -> None:
         """Blocks until others can reach it. Raises BootstrapError; RayActorError, GetTimeoutError."""
         self.handle: rtr.Queue = ray.get(actor.queue.remote(), timeout=_START_S)
-        name = f"{os.getpid()}.{os.urandom(4).hex()}"  # pids of several hosts may be equal
-        self._member = rtr.join(group, name=name, instance=_Nothing())
-        self._drop = weakref.finalize(self, start_thread, self._member.leave, name="queue-leave")
-        self._drop.atexit = False
-
-    def leave(self) -> None:
-        """Leave the group now. Blocks, at most a few seconds."""
-        self._drop.detach()
-        self._member.leave()
-
-
-class _Nothing:
-    """What other members may call in a process that has joined."""
+        self.member = Joined(group, "user")
+        self.member.join()
+        weakref.finalize(self, start_thread, self.member.leave, name="queue-leave").atexit = False
 
 
 class Queue:
@@ -175,7 +166,7 @@ class Queue:
         actor, self.actor = self.actor, None
         if actor is not None:
             if joined := _Joined.of_group.pop(self._group, None):
-                joined.leave()
+                joined.member.leave()
             if force or not ray.wait([actor.__ray_terminate__.remote()], timeout=grace_period_s)[0]:
                 ray.kill(actor)
 

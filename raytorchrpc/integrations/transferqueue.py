@@ -27,6 +27,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls.receive_into import Window
+from raytorchrpc.integrations.joined import Joined
 from raytorchrpc.integrations.versions import adapted_to
 from raytorchrpc.lanes.base import Copies
 from raytorchrpc.process.locks import Lock
@@ -390,30 +391,20 @@ class Participant:
     of_generation: ClassVar[dict[str, Participant]] = {}
     lock = Lock()
 
-    def __init__(self) -> None:
-        self.users = 0
-        self.name = f"client.{os.getpid()}.{os.urandom(2).hex()}"
-        self._group: rtr.Group | None = None
-        self._joining = Lock()
+    def __init__(self, group: str) -> None:
+        self.users, self.membership = 0, Joined(group, "client", self)
         self._numbers = itertools.count()
         self._lent: dict[int, tuple[Block, str]] = {}
         """By number: a block, and the unit that knows of it."""
         self._lives: dict[str, str] = {}
 
-    def call(self, group: str, member: str, **options: Any) -> Any:
+    def call(self, member: str, **options: Any) -> Any:
         """As ``rpc_async``. Joins the group first, if necessary, which blocks; raises BootstrapError, NotAMember."""
-        with self._joining:
-            if self._group is None:
-                self._group = rtr.join(group, name=self.name, instance=self)
-        target = next((each for each in self._group.members if each.name == member), None)
+        group = self.membership.join()
+        target = next((each for each in group.members if each.name == member), None)
         if target is None:
-            raise rtr.NotAMember(f"{member!r} has left group {group!r} for good, with what it kept")
+            raise rtr.NotAMember(f"{member!r} has left group {group.name!r} for good, with what it kept")
         return rtr.rpc_async(target, **options)
-
-    def leave(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.leave()
 
     def lend(self, unit: str, block: Block, lent: set[int]) -> Block:
         """What the unit keeps instead of a block on a GPU, whose number is added to ``lent``."""
@@ -422,7 +413,7 @@ class Participant:
         number = next(self._numbers)
         self._lent[number] = block, unit
         lent.add(number)
-        return Block(Elsewhere(self.name, number), block.starts, block.kind)
+        return Block(Elsewhere(cast("str", self.membership.name), number), block.starts, block.kind)
 
     @staticmethod
     def stays(values: torch.Tensor) -> bool:
@@ -440,7 +431,7 @@ class Participant:
         """Rows that are here. Raises StorageKeyNotFoundError."""
         lent = [self._lent.get(each.number) for each in wanted]
         if None in lent:
-            raise StorageKeyNotFoundError(f"{self.name} has not all of these rows: they were cleared")
+            raise StorageKeyNotFoundError(f"{self.membership.name} has not all of these rows: they were cleared")
         tensors = [block.values[of.begin : of.end] for (block, _), of in zip(filter(None, lent), wanted, strict=True)]
         return [tensor.cpu() for tensor in tensors] if on_cpu else tensors
 
@@ -460,9 +451,10 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
     def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
         StorageManager.__init__(self, controller_info, config, zmq_context=zmq_context)
         self.storage_unit_infos = dict.fromkeys(config["units"])
-        self._group, self._timeout = config["group"], float(config["timeout"])
+        self._timeout = float(config["timeout"])
         with Participant.lock:
-            self._here = Participant.of_generation.setdefault(config["generation"], Participant())
+            participant = Participant(config["group"])
+            self._here = Participant.of_generation.setdefault(config["generation"], participant)
             self._here.users += 1
         self._is_open = True
 
@@ -473,11 +465,11 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
             with Participant.lock:
                 self._here.users -= 1
             if not self._here.users:
-                self._here.leave()
+                self._here.membership.leave()
         super().close()
 
     def _call(self, member: str, into: Window | None = None) -> Any:
-        return self._here.call(self._group, member, timeout=self._timeout, into=into)
+        return self._here.call(member, timeout=self._timeout, into=into)
 
     def _group_by_hash(self, global_indexes: list[int]) -> dict[str, RoutingGroup]:
         """Indexes and positions in the batch, by unit."""
