@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -53,12 +53,7 @@ class LocalMember:
         """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
-        with ExitStack() as undo:
-            self.deadlines = Deadlines(f"raytorchrpc-{me.name}")
-            undo.callback(self.deadlines.stop)
-            self.cleanup = DeferredCleanup(f"raytorchrpc-{me.name}")
-            undo.callback(self.cleanup.stop)
-            undo.pop_all()
+        self.deadlines, self.cleanup = Deadlines(), DeferredCleanup()
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.tracer: Tracer | None = None
         """While the group is traced."""

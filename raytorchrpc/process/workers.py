@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import os
 import queue
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from raytorchrpc.process import locks, threads
-from raytorchrpc.process.completion import run_reported
+from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import ThreadShortage
 
@@ -116,16 +117,17 @@ class Workers:
 
 
 class _Deadline:
-    __slots__ = ("callback",)
+    __slots__ = ("callback", "owner")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], None], owner: Deadlines) -> None:
         self.callback: Callable[[], None] | None = callback
+        self.owner = owner
 
 
-class Deadlines:
-    """Calls back when a deadline passes, on one daemon thread. Thread-safe."""
+class _Clock:
+    """The deadlines of this process, and the daemon thread that calls back."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         """Raises ThreadShortage."""
         self._changed = locks.condition()
         # When and a number first, so that no code of Python runs in the middle of heapq's, nor a signal handler.
@@ -133,16 +135,14 @@ class Deadlines:
         self._wanted: dict[int, tuple[float, int, _Deadline]] = {}
         """By number: what is in the heap and was not cancelled."""
         self._numbers = itertools.count()
-        self._stopped = False
-        threads.start(threads.serve, self._call_next, f"the deadlines of {name}", name=f"{name}-deadlines")
+        threads.start(threads.serve, self._call_next, "the deadlines", name="raytorchrpc-deadlines")
 
-    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
-        that cancels it.
-        """
-        deadline, number = _Deadline(callback), next(self._numbers)
+    def at(self, when: float, deadline: _Deadline) -> Callable[[], None]:
+        number = next(self._numbers)
         entry = when, number, deadline
         with self._changed:
+            if deadline.owner.stopped:
+                return nothing
             self._add(entry)
             if self._heap[0] is entry:
                 self._changed.notify()
@@ -163,62 +163,88 @@ class Deadlines:
 
     def _call_next(self) -> bool:
         with self._changed:
-            while not self._stopped and (not self._heap or self._heap[0][0] > time.monotonic()):
+            while not self._heap or self._heap[0][0] > time.monotonic():
                 self._changed.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
-            if self._stopped:
-                return False
             _, number, deadline = heapq.heappop(self._heap)
             self._wanted.pop(number, None)
             callback, deadline.callback = deadline.callback, None
-            if callback is None:
-                return True
-        run_reported(callback, "a callback at a deadline failed")
+        if callback is not None:
+            run_reported(callback, "a callback at a deadline failed")
         return True
+
+    def stop(self, owner: Deadlines) -> None:
+        with self._changed:
+            owner.stopped = True
+            for number in [number for number, (*_, deadline) in self._wanted.items() if deadline.owner is owner]:
+                self._wanted.pop(number)[2].callback = None
+
+
+_clock = functools.cache(_Clock)
+
+
+class Deadlines:
+    """Calls back when a deadline passes, on a daemon thread that all of a process share. Thread-safe."""
+
+    stopped = False
+
+    def __init__(self) -> None:
+        """Raises ThreadShortage."""
+        self._clock = _clock()
+
+    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
+        that cancels it.
+        """
+        return self._clock.at(when, _Deadline(callback, self))
 
     def stop(self) -> None:
         """Call back no more."""
-        with self._changed:
-            self._stopped = True
-            self._heap.clear()
-            self._wanted.clear()
-            self._changed.notify()
+        self._clock.stop(self)
 
 
 @functools.cache
 def process_deadlines() -> Deadlines:
     """Those of a process that is no member yet. They stay with it. Raises ThreadShortage."""
-    return Deadlines("raytorchrpc")
+    return Deadlines()
 
 
 class DeferredCleanup:
-    """Runs the cleanup that finalizers leave, on one daemon thread.
+    """Runs the cleanup that finalizers leave, on a daemon thread that all of a process share.
 
     Python may run a finalizer at any point, on a thread that holds any lock, so a finalizer that takes a lock can
     deadlock with itself.
     """
 
-    def __init__(self, name: str) -> None:
+    _stopped = False
+
+    def __init__(self) -> None:
         """Raises ThreadShortage."""
-        self._left: queue.SimpleQueue[tuple[Callable[..., object], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._stopped = False
-        threads.start(threads.serve, self._do_next, f"the cleanup of {name}", name=f"{name}-cleanup")
+        self._left = _cleanup()
 
     def leave(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` soon, but not after ``stop``. Takes no lock. Its exceptions are logged."""
         if not self._stopped:
-            self._left.put((function, args))
-
-    def _do_next(self) -> bool:
-        task = self._left.get()
-        if task is None:
-            return False
-        if self._stopped:
-            return True
-        function, args = task
-        run_reported(partial(function, *args), "cleanup left by a finalizer failed")
-        return True
+            self._left.put((self, function, args))
 
     def stop(self) -> None:
         """Run nothing more. Idempotent."""
         self._stopped = True
-        self._left.put(None)
+
+    @classmethod
+    def _do_next(cls, tasks: queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]) -> bool:
+        owner, function, args = tasks.get()
+        if not owner._stopped:
+            run_reported(partial(function, *args), "cleanup left by a finalizer failed")
+        return True
+
+
+@functools.cache
+def _cleanup() -> queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]:
+    tasks = queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]()
+    step = partial(DeferredCleanup._do_next, tasks)
+    threads.start(threads.serve, step, "the cleanup of finalizers", name="raytorchrpc-cleanup")
+    return tasks
+
+
+for _shared in (_clock, process_deadlines, _cleanup):
+    os.register_at_fork(after_in_child=_shared.cache_clear)  # it has none of the threads

@@ -61,7 +61,7 @@ def open_connections(member: Node) -> int:
 def accepted_connections(member: Node) -> int:
     """From its peers."""
     lane: Any = member.lane
-    return len(lane._selector.connections if member.kind.startswith("socket") else {*lane._by_fd.values()})
+    return len(lane.selector.of(lane) if member.kind.startswith("socket") else {*lane._by_fd.values()})
 
 
 def both_ends(caller: Node, callee: Node) -> tuple[int, int]:

@@ -21,21 +21,15 @@ from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors.codec import NOTHING
 from tests.polling import wait_until
 
-SELECTOR: Any = SimpleNamespace(
-    fd=-1,
-    busy=False,
-    arm=lambda fd, events=0: None,
-    watch=lambda one: None,
-    remove=lambda one: None,
-    step_down=lambda: None,
-)
+SELECTOR = SimpleNamespace(fd=-1, busy=False, remove=lambda one: None, step_down=lambda: None)
+LANE: Any = SimpleNamespace(selector=SELECTOR, _discard=lambda one: None)
 
 
 @pytest.fixture(params=["b"])
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, socket.socket]]:
     here, there = socket.socketpair()
     tune(here)
-    connection = Connection(SELECTOR, here, request.param, None, lambda ended: None)
+    connection = Connection(LANE, here, request.param, None)
     yield connection, there
     connection.end("over")
     there.close()

@@ -91,8 +91,9 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
 def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair, shortage: Shortage) -> None:
     """Or nothing could be sent by it for ever."""
     unix.ask()
-    selector = unix.b.lane._selector  # type: ignore[attr-defined]
-    (accepted,) = selector.connections.values()
+    lane: Any = unix.b.lane
+    selector = lane.selector
+    (accepted,) = selector.of(lane)
     selector.enable(accepted.fd, 0)  # it stands still
     shortage.begin()
     large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))

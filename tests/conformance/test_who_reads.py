@@ -32,7 +32,7 @@ def hold(a: Node, b: Node, *, caller_waits: bool) -> Pending:
 def shown(node: Node) -> str:
     """Its only connection."""
     lane: Any = node.lane
-    (connection,) = lane._selector.connections.values()
+    (connection,) = lane.selector.of(lane)
     return repr(connection)
 
 
@@ -73,7 +73,7 @@ def test_the_leader_reads_what_others_connect_until_it_ends(nodes: tuple[Node, N
     a, b = nodes
     a.call("echo")
     lane: Any = b.lane
-    (accepted,) = lane._selector.connections.values()
+    (accepted,) = lane.selector.of(lane)
     assert is_shown(b, "<connection from a caller, polled, 0 calls in flight>")
     a.lane.close()
     assert wait_until(

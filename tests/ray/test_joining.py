@@ -253,7 +253,7 @@ def test_a_driver_alone_forms_a_group_that_others_join(peers: list[Any], latch: 
 
 def sockets() -> list[str]:
     """Those of this process, and its threads for a group."""
-    names = [each.name for each in threading.enumerate() if each.name != "raytorchrpc-deadlines"]
+    names = [*{each.name for each in threading.enumerate()} - {"raytorchrpc-deadlines", "raytorchrpc-cleanup"}]
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
             names.append(os.readlink(f"/proc/self/fd/{fd}"))

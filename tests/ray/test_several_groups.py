@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests.insides import Team
+from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn, kill_for_good, pid_of
 
@@ -114,6 +116,29 @@ def test_one_group_ends_while_the_other_goes_on(actors: dict[str, Any]) -> None:
     assert ray.get(both.run.remote(call, "unit"))[0] == "unit" and ray.get(both.run.remote(call, "peer"))[0] == "peer"
     with pytest.raises(rtr.NotAMember, match="in no group 'third'; it is in groups 'mine' and 'tq'"):
         ray.get(both.run.remote(call, "y", "third"))
+
+
+def test_a_second_group_starts_no_threads_and_opens_few_files(spawn: Spawn) -> None:
+    """Of its own it has a listener, its connections and a shared arena, whose lost messages end with it."""
+
+    def used() -> tuple[set[str], int]:
+        """Threads but the workers, which end when they are idle; and open files."""
+        names = {thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc")}
+        return {name for name in names if not name.startswith("raytorchrpc-peer")}, len(os.listdir("/proc/self/fd"))
+
+    def talk(group: str) -> tuple[set[str], int]:
+        for peer, other in ((one, two), (two, one)):
+            ray.get(peer.run.remote(call, other, group))
+        return ray.get(one.run.remote(used))  # type: ignore[no-any-return]
+
+    one, two = spawn(Peer), spawn(Peer)
+    with rtr.init_group([one, two], name="first"):
+        threads, files = talk("first")
+        with rtr.init_group([one, two], name="second"):
+            more, most = talk("second")
+            assert more == threads and most <= files + 11
+        assert ray.get(one.run.remote(call, two))[1] == pid_of(two)
+        assert wait_until(lambda: talk("first")[1] <= files + 2, 30)
 
 
 def double(target: Any, group: str | None = None) -> Any:

@@ -11,6 +11,6 @@ from tests.unit.callees import Deadlines
 
 @pytest.fixture
 def deadlines() -> Iterator[Deadlines]:
-    made = Deadlines("test")
+    made = Deadlines()
     yield made
     made.stop()

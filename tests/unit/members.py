@@ -23,6 +23,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, TensorLane
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.lanes.socket import selector
 from raytorchrpc.patterns.home import OPEN as OPEN
 from raytorchrpc.patterns.home import services
 from raytorchrpc.patterns.queues.services import PUT as PUT
@@ -38,6 +39,7 @@ from raytorchrpc.patterns.weights.published import TENSORS as TENSORS
 from raytorchrpc.patterns.weights.published import WAIT as WAIT
 from raytorchrpc.patterns.weights.publishers import LOOK as LOOK
 from raytorchrpc.patterns.weights.publishers import SHARDS
+from raytorchrpc.process import workers
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 
@@ -155,6 +157,13 @@ class DirectLane(MessageLane):
         """Nothing to do."""
 
 
+def _share_no_threads() -> None:
+    """The next member is to be as in a process of its own."""
+    workers._clock.cache_clear()
+    workers._cleanup.cache_clear()
+    selector._selector = None
+
+
 class Members:
     """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others. ``with Members(...)`` closes them."""
 
@@ -170,12 +179,11 @@ class Members:
         one that tests can hold up. ``beside``: the tensor lanes with it, by device type.
         """
         self._beside = dict(beside or {})
-        self.members = {
-            name: LocalMember(
-                "group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30, services()
-            )
-            for rank, name in enumerate(("home", "a", "b"))
-        }
+        self.members = dict[str, LocalMember]()
+        for rank, name in enumerate(("home", "a", "b")):
+            _share_no_threads()
+            me, served = _member(name, rank), methods or {}
+            self.members[name] = LocalMember("group", GENERATION, me, config, None, served, 1 << 30, services())
         self.lanes: dict[str, Any] = {name: DirectLane() for name in self.members}
         """By the member that sends on it."""
         if by_socket:
@@ -193,6 +201,7 @@ class Members:
             assert isinstance(lane, MessageLane)
             self.lanes[name] = lane
             local.lanes.append(lane)
+            _share_no_threads()
             addresses.append(PeerAddress(name, lane.open(partial(local.incoming.serve, lane), local.workers.submit)))
         for lane in self.lanes.values():
             lane.connect(addresses)

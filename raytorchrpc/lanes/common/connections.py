@@ -350,7 +350,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._sweeps = Timer(SWEEP_S)
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
-    def _readable(self, fd: int) -> bool:
+    def readable(self, fd: int) -> bool:
         """Call this when a descriptor of ``_polled`` is readable. Returns False if it is to be called again after a
         pause: the process has no descriptor left.
         """

@@ -238,7 +238,7 @@ class NcclLane(TensorLane):
         self._control = self._make_control()
         try:
             control = self._control.open(self._serve, self._spawn)
-            self._cleanup = DeferredCleanup(f"raytorchrpc-{self._me}-nccl")
+            self._cleanup = DeferredCleanup()
         except threads.ThreadShortage as error:
             self._control.close()
             raise LaneUnavailable(self.name, str(error)) from error

@@ -323,7 +323,7 @@ class NngLane(ConnectedLane[Connection]):
     def _read_once(self) -> bool:
         for fd, _ in self._epoll.poll() if not self._closed else ():
             if (connection := self._by_fd.get(fd)) is None:
-                if not self._readable(fd):
+                if not self.readable(fd):
                     threads.pause()  # else epoll would report it again at once
             else:
                 try:

@@ -30,7 +30,7 @@ from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.socket.selector import Selector, Spinner, Task
+from raytorchrpc.lanes.socket.selector import Spinner, Task, enter
 from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.process.locks import Lock, interrupted, interrupted_frames
@@ -88,21 +88,20 @@ class Connection(connections.Connection):
 
     def __init__(
         self,
-        selector: Selector,
+        lane: SocketLane,
         sock: socket.socket,
         peer: str | None,
         protection: Protection | None,
-        on_end: Callable[[Connection], None],
         first: Request | None = None,
     ) -> None:
-        """``on_end(connection)`` is called once, when it ends. ``first``: has been sent as the call number 1."""
+        """``first``: has been sent as the call number 1."""
         super().__init__(peer)
-        self._selector, self.sock, self._on_end = selector, sock, on_end
+        self.lane, self._selector, self.sock = lane, lane.selector, sock
         self.accepted = peer is None
         """Whether the peer opened it, so that it receives requests."""
         self.fd = sock.fileno()
         self._prompt = PromptSocket(sock)
-        self._readable = AnyReadable(self.fd, selector.fd)
+        self._readable = AnyReadable(self.fd, lane.selector.fd)
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
@@ -407,7 +406,7 @@ class Connection(connections.Connection):
 
     def _detach(self) -> None:
         self._selector.remove(self)
-        self._on_end(self)
+        self.lane._discard(self)
 
     def _close(self) -> None:
         try:
@@ -491,35 +490,33 @@ class SocketLane(ConnectedLane[Connection]):
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: Set[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._selector = Selector(me, self._read, self._readable)
-        for fd in self._polled:
-            self._selector.listen_to(fd)
+        self.selector: Any = None
+        """That of this process, since it is open."""
 
     # --- the interface -------------------------------------------------------------------------------------
 
     def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve = serve
         address = self._listen(self._acceptor.open, self._tcp_host)
+        self.selector = enter(self)
         fork.register(self)
-        self._selector.start()
+        for fd in self._polled:
+            self.selector.listen_to(self, fd)
         return address
 
     def close(self) -> None:
-        if not self._selector.close():
-            return
+        if self.selector is not None:
+            self.selector.leave(self, "this member left the group")
         self._acceptor.close()
         self._end_waits()
-        for connection in list(self._selector.connections.values()):
-            connection.end("this member left the group")
         self._made.clear()
         self._aside.clear()
-        self._selector.retire(0)  # frees the descriptors if no thread is left to do it
 
     def after_fork(self) -> list[fork.Address]:
-        addresses = [] if self._selector.closed else self._tcp_addresses()
-        self._selector.after_fork()
+        addresses = [] if self._acceptor.closed else self._tcp_addresses()
+        self.selector.after_fork()
         self._sweeps.close()
-        for connection in self._selector.connections.values():
+        for connection in self.selector.of(self):
             connection.after_fork()
         self._made.clear()
         self._aside.clear()
@@ -528,7 +525,7 @@ class SocketLane(ConnectedLane[Connection]):
 
     @property
     def has_unread(self) -> bool:
-        return self._selector.busy
+        return self.selector is not None and self.selector.busy
 
     def count_silence(self, peer: str) -> None:
         """The host of this peer may be silent: what is sent next does not prolong the time until that is noticed."""
@@ -537,7 +534,7 @@ class SocketLane(ConnectedLane[Connection]):
                 tcp.count_silence(connection.sock)
 
     def watch(self, reply: Reply) -> Pending:
-        connection: Connection = cast(Any, reply).func.__self__  # as ``_read`` makes it
+        connection: Connection = cast(Any, reply).func.__self__  # as ``read`` makes it
         return connection.watch()
 
     # --- connections -----------------------------------------------------------------------------------------
@@ -557,14 +554,14 @@ class SocketLane(ConnectedLane[Connection]):
         deadline: float,
     ) -> Connection:
         tune(sock)
-        connection = Connection(self._selector, sock, peer, protection, self._discard, first)
-        if not self._selector.add(connection, polled=connection.polled is NOW):
+        connection = Connection(self, sock, peer, protection, first)
+        if not self.selector.add(connection, polled=connection.polled is NOW):
             raise self._left(peer)
         return connection
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _read(self, connection: Connection, tasks: deque[Task]) -> None:
+    def read(self, connection: Connection, tasks: deque[Task]) -> None:
         """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
         if connection.accepted:  # Nobody else reads it, so no lock is needed. Its end looks at this after it is noted.
             connection._reading = get_ident()

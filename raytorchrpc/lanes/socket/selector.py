@@ -1,4 +1,4 @@
-"""The threads of the socket lane: a leader, which polls the connections, and its followers.
+"""The threads of the socket lanes of a process: a leader, which polls the connections, and its followers.
 
 The leader reads what has arrived on any connection, and runs the methods of the requests itself, one after another.
 While it runs brief methods nobody polls, because a second thread would only compete for the interpreter lock. A
@@ -90,22 +90,13 @@ class Spinner:
 
 
 class Selector:
-    """Polls the connections of one lane, and runs the methods of the requests. Thread-safe."""
+    """Polls the connections of lanes, and runs the methods of the requests. Thread-safe."""
 
-    def __init__(
-        self,
-        me: str,
-        read: Callable[[Connection, deque[Task]], None],
-        accept: Callable[[int], bool],
-    ) -> None:
-        """``read`` reads a readable connection, and adds the methods to run. ``accept`` handles another readable
-        descriptor; it returns False if the process has no descriptor left for that.
-        """
-        self._me, self._read, self._accept = me, read, accept
+    def __init__(self) -> None:
         self._lock = Lock()
         """Held to write the fields down to ``_tasks``. A single one is read without."""
         self.closed = False
-        """Written once."""
+        """Written once, when the last lane leaves."""
         self.connections: dict[int, Connection] = {}
         """By descriptor. Written by who adds or ends one."""
         self._unread: list[Connection] = []
@@ -117,9 +108,11 @@ class Selector:
         self._polled = 0.0
         """When the leader last polled. It alone uses this, and the spinner."""
         self._spinner = Spinner()
+        self._lanes = set[Any]()
+        """Written under the lock, as is the next."""
+        self._listening: dict[int, Any] = {}
+        """By descriptor that is no connection: its lane."""
         # The rest is fixed before the threads start.
-        self._listening: set[int] = set()
-        """Descriptors for ``accept``."""
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # level-triggered: it wakes every thread
         self._enabling = Timer(_UNREAD_S)
         self._epoll = select.epoll()
@@ -132,17 +125,44 @@ class Selector:
 
     # --- what is polled --------------------------------------------------------------------------------------
 
-    def listen_to(self, fd: int) -> None:
-        self._listening.add(fd)
-        self._epoll.register(fd, _READ_ONCE)
-
-    def add(self, connection: Connection, *, polled: bool = True) -> bool:
-        """Add a connection, which is polled from now on, or once it is enabled. Returns False after ``close``."""
+    def enter(self, lane: Any) -> bool:
+        """Serve a lane. Returns False if the last one has left."""
         with self._lock:
             if not self.closed:
+                self._lanes.add(lane)
+            return not self.closed
+
+    def listen_to(self, lane: Any, fd: int) -> None:
+        """Have a lane's ``readable`` called when this descriptor is that."""
+        with self._lock:
+            self._listening[fd] = lane
+            self._epoll.register(fd, _READ_ONCE)
+
+    def leave(self, lane: Any, reason: str) -> None:
+        """Serve a lane no more, and end its connections. After the last one, all threads end. Idempotent."""
+        with self._lock:
+            for fd in [fd for fd, whose in self._listening.items() if whose is lane]:
+                del self._listening[fd]
+                self._epoll.unregister(fd)
+            self._lanes.discard(lane)
+            if not self._lanes and not self.closed:
+                self.closed = True
+                os.eventfd_write(self._end, 1)  # under the lock: the last thread to see it closes it
+        for connection in self.of(lane):
+            connection.end(reason)
+        self.retire(0)  # frees the descriptors if no thread is left to do it
+
+    def of(self, lane: Any) -> list[Connection]:
+        """The connections of a lane."""
+        return [connection for connection in [*self.connections.values()] if connection.lane is lane]
+
+    def add(self, connection: Connection, *, polled: bool = True) -> bool:
+        """Add a connection, which is polled from now on, or once it is enabled. Returns False if its lane has left."""
+        with self._lock:
+            if is_served := connection.lane in self._lanes:
                 self._epoll.register(connection.fd, _READ if polled else 0)
                 self.connections[connection.fd] = connection
-            return not self.closed
+            return is_served
 
     def remove(self, connection: Connection) -> None:
         with self._lock:
@@ -192,17 +212,8 @@ class Selector:
         self._add_thread()
         self._add_thread()
 
-    def close(self) -> bool:
-        """Wake all threads so that they end. The last one frees the descriptors. Returns False if closed before."""
-        with self._lock:
-            if self.closed:
-                return False
-            self.closed = True
-            os.eventfd_write(self._end, 1)  # under the lock: the last thread to see it closes it
-        return True
-
     def retire(self, leaving: int) -> None:
-        """End so many threads. After ``close``, free the descriptors if none is left."""
+        """End so many threads. After the last lane, free the descriptors if none is left."""
         with self._lock:
             self._threads -= leaving
             if self.closed and self._threads == 0:
@@ -231,9 +242,9 @@ class Selector:
             self._threads += 1
             self._idle += 1
             number = self._threads
-        step, name = partial(self._step, Listener()), f"raytorchrpc-{self._me}-listener-{number}"
+        step, name = partial(self._step, Listener()), f"raytorchrpc-listener-{number}"
         try:
-            threads.start(threads.serve, step, f"a listener of {self._me}", name=name)
+            threads.start(threads.serve, step, "a listener", name=name)
         except threads.ThreadShortage:
             self.retire(1)
             raise
@@ -290,11 +301,11 @@ class Selector:
             self._spinner.slept(time.perf_counter() - began)
         for fd, _ in events:
             if (connection := self.connections.get(fd)) is not None:
-                self._read(connection, self._tasks)
+                connection.lane.read(connection, self._tasks)
             elif fd == self._enabling.fd:
                 self._enable_unread()
-            elif fd in self._listening:
-                self._tasks.append(partial(self._accept_from, fd))
+            elif (lane := self._listening.get(fd)) is not None:
+                self._tasks.append(partial(self._accept, lane, fd))
         self._polled = time.monotonic()
 
     def _next_task(self, me: Listener) -> bool | Task:
@@ -308,9 +319,32 @@ class Selector:
             self._idle -= 1
             return self._tasks.popleft()
 
-    def _accept_from(self, fd: int) -> None:
+    def _accept(self, lane: Any, fd: int) -> None:
         try:
-            if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
+            if not lane.readable(fd):  # the connection waits in the backlog, so epoll would report it again at once
                 threading.Event().wait(_ACCEPT_PAUSE_S)
         finally:
-            self.enable(fd, _READ_ONCE)
+            with self._lock:
+                if self._listening.get(fd) is lane:  # else the number may be another file's
+                    self.enable(fd, _READ_ONCE)
+
+
+_selector: Selector | None = None
+"""That of this process, from the first of its lanes to the last."""
+_entering = Lock()
+
+
+def enter(lane: Any) -> Selector:
+    """Have this process's selector serve a lane, until it leaves. Raises ThreadShortage."""
+    global _selector
+    with _entering:
+        if _selector is None or not _selector.enter(lane):
+            made = Selector()
+            made.enter(lane)
+            try:
+                made.start()
+            except BaseException:
+                made.leave(lane, "no thread can read it")
+                raise
+            _selector = made
+        return _selector

@@ -174,7 +174,7 @@ def test_calls_of_the_next_group_are_reviewed_though_the_last_one_ended_while_ca
     gate, refused = Gate(1), threading.Event()
     gate.enter()
     for name in ("first", "second"):
-        deadlines, method = execution.Deadlines(name), Method([], name)
+        deadlines, method = execution.Deadlines(), Method([], name)
         method.deadline, method.refuse = time.monotonic() + 0.05, lambda _: refused.set()  # type: ignore[assignment,method-assign]
         assert not gate.request(method)
         gate.watch(method, deadlines)
@@ -564,13 +564,10 @@ def test_stopped_workers_do_what_was_submitted_before_and_after() -> None:
 
 
 @pytest.fixture
-def deadlines(request: pytest.FixtureRequest) -> Iterator[Deadlines]:
-    deadlines = Deadlines(request.node.name)
+def deadlines() -> Iterator[Deadlines]:
+    deadlines = Deadlines()
     yield deadlines
     deadlines.stop()
-    for thread in worker_threads(request.node.name):
-        thread.join(PATIENCE_S)
-    assert worker_threads(request.node.name) == []
 
 
 @contextmanager
@@ -621,18 +618,25 @@ def test_a_cancelled_alarm_stays_silent_and_lets_go_of_its_callback(deadlines: D
 def test_thousands_of_cancelled_alarms_do_not_pile_up(deadlines: Deadlines) -> None:
     for _ in range(5000):
         deadlines.at(time.monotonic() + 60, lambda: None)()
-    assert len(deadlines._heap) < 200
-    assert sys.getsizeof(deadlines._heap) < 10_000
+    assert len(deadlines._clock._heap) < 200
+    assert sys.getsizeof(deadlines._clock._heap) < 10_000
 
 
-def test_stopped_alarms_are_silent() -> None:
-    deadlines = Deadlines("stopped-deadlines")
-    deadlines.at(time.monotonic() + 60, lambda: None)
-    (thread,) = worker_threads("stopped-deadlines")
-    deadlines.stop()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    deadlines.at(time.monotonic(), lambda: pytest.fail("it was stopped"))
+def test_stopped_alarms_are_silent_and_those_of_others_are_not(deadlines: Deadlines) -> None:
+    stopped, went = Deadlines(), queue.SimpleQueue[str]()
+
+    def held() -> None:
+        went.put("stopped before")
+
+    alive = weakref.ref(held)
+    with held_up(deadlines):
+        stopped.at(time.monotonic(), held)
+        del held
+        stopped.stop()
+        assert alive() is None
+        stopped.at(time.monotonic(), lambda: went.put("stopped"))
+        deadlines.at(time.monotonic() + 0.01, lambda: went.put("another's"))
+    assert went.get(timeout=PATIENCE_S) == "another's" and went.empty()
 
 
 # --- cleanup -----------------------------------------------------------------------------------------------
@@ -648,11 +652,9 @@ class Dying:
         self._leftovers.leave(self._done.put, threading.current_thread().name)
 
 
-def test_what_finalizers_leave_is_done_by_a_thread_of_its_own_until_the_end(
-    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_finalizers_leave_is_done_by_another_thread_until_the_end(caplog: pytest.LogCaptureFixture) -> None:
     done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    cleanup = DeferredCleanup(request.node.name)
+    cleanup = DeferredCleanup()
     Dying(cleanup, done)
     assert done.get(timeout=PATIENCE_S) == threading.current_thread().name
     cleanup.leave(lambda: 1 / 0)
@@ -660,8 +662,5 @@ def test_what_finalizers_leave_is_done_by_a_thread_of_its_own_until_the_end(
     assert done.get(timeout=PATIENCE_S) == "after one that failed"
     assert "cleanup left by a finalizer failed" in caplog.text
     cleanup.stop()
-    for thread in worker_threads(request.node.name):
-        thread.join(PATIENCE_S)
-    assert worker_threads(request.node.name) == []
     Dying(cleanup, done)
     assert done.empty()

@@ -149,7 +149,7 @@ def test_calls_that_wait_for_a_peer_take_no_thread_from_those_that_are_served(me
 
 def refused(tensor_lanes: dict[str, Any]) -> BaseException:
     """What the callee answers to a call with out-of-band tensors."""
-    deadlines = Deadlines("test")
+    deadlines = Deadlines()
     server = make_callee(deadlines, {"f": exposed(lambda instance: pytest.fail("it ran"))}, tensor_lanes)
     answers: list[Message] = []
     request = Message(tuple(RequestHeader(CALL, 0, TOKEN, "f", (), 10.0, None)), NOTHING, manifests=BESIDE)

@@ -34,21 +34,33 @@ class Source:
     def enable_if_unread(self) -> bool:
         return False
 
+    @property
+    def lane(self) -> type[Source]:
+        return Source
 
-def read(source: Source, tasks: deque[Task]) -> None:
-    os.eventfd_read(source.fd)
-    source.left.append(len(tasks))
-    tasks.extend(source.tasks)
+    @staticmethod
+    def read(source: Source, tasks: deque[Task]) -> None:
+        os.eventfd_read(source.fd)
+        source.left.append(len(tasks))
+        tasks.extend(source.tasks)
+
+    def end(self, reason: str) -> None:
+        """It stays as it is."""
+
+
+def started() -> Selector:
+    made = Selector()
+    made.enter(Source)
+    made.start()
+    return made
 
 
 @pytest.fixture
 def selector() -> Iterator[Selector]:
-    made = Selector("test", read, lambda fd: True)
-    made.start()
+    made = started()
     yield made
-    sources = list(made.connections.values())
-    made.close()
-    for source in sources:
+    made.leave(Source, "the test is over")
+    for source in made.of(Source):
         os.close(source.fd)
 
 
@@ -97,10 +109,9 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Select
 
 def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     """They may be admitted, and would keep all others out."""
-    made = Selector("test", read, lambda fd: True)
-    made.start()
+    made = started()
     done = threading.Event()
-    source = add(made, lambda: time.sleep(10 * BRIEF_S), made.close, done.set)
+    source = add(made, lambda: time.sleep(10 * BRIEF_S), lambda: made.leave(Source, "it closes"), done.set)
     source.arrive()
     assert done.wait(PATIENCE_S)
     os.close(source.fd)

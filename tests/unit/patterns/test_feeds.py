@@ -39,7 +39,7 @@ class Lane:
 
 @pytest.fixture
 def feeds() -> Iterator[Feeds]:
-    deadlines = Deadlines("test")
+    deadlines = Deadlines()
     route = SimpleNamespace(member=SimpleNamespace(name="reader"), beside={"cpu": "lane"}, devices_back={})
     peers = SimpleNamespace(route_back=lambda rank: route)
     local: Any = SimpleNamespace(

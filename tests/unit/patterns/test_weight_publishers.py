@@ -23,7 +23,7 @@ BOTH = ("a", "b")
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    deadlines = Deadlines("test")
+    deadlines = Deadlines()
     peers = SimpleNamespace(route=lambda rank: SimpleNamespace(member=SimpleNamespace(name=BOTH[rank])))
     local: Any = SimpleNamespace(deadlines=deadlines, peers=peers, me=SimpleNamespace(name="nobody"))
     local.outgoing = SimpleNamespace(call=lambda *_: None)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc.process import threads
+from raytorchrpc.process import workers as shared
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
@@ -115,8 +116,8 @@ time.sleep(30)
     "give",
     [
         "Workers('test').submit(fail)",
-        "Deadlines('test').at(0.0, fail)",
-        "DeferredCleanup('test').leave(fail)",
+        "Deadlines().at(0.0, fail)",
+        "DeferredCleanup().leave(fail)",
         "run_reported(fail)",
     ],
 )
@@ -154,11 +155,12 @@ def test_workers_that_have_no_thread_say_so_and_do_it_never(shortage: Shortage, 
     workers.stop()
 
 
-def test_a_member_that_cannot_watch_deadlines_is_none(shortage: Shortage, request: pytest.FixtureRequest) -> None:
+def test_a_member_that_cannot_watch_deadlines_is_none(shortage: Shortage) -> None:
     shortage.begin()
-    for make in (Deadlines, DeferredCleanup):
+    for make, cached in ((Deadlines, shared._clock), (DeferredCleanup, shared._cleanup)):
+        cached.cache_clear()
         with pytest.raises(ThreadShortage):
-            make(request.node.name)
+            make()
 
 
 # --- the switch interval, short while calls come ---------------------------------------------------------------
