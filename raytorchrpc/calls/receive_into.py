@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.payload import PendingTensors, kinds, owned, read_into
+from raytorchrpc.calls.payload import PendingTensors, joined, kinds, owned, read_into
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Arrived, Copies
 from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
@@ -49,7 +50,7 @@ def _read(body: Encoded, pending: Sequence[PendingTensors], copies: Copies) -> A
 
 
 class Window(Receiver):
-    """Receives the flat tensors in a result: copied in parts into existing tensors, at once or later, or as views.
+    """Receives the flat tensors in a result: copied in parts into existing tensors, at once or later, or as they are.
 
     The result that the caller gets has empty tensors in their places. What is neither copied nor viewed is released
     with this object.
@@ -96,13 +97,29 @@ class Window(Receiver):
 
     def make(self, copies: Copies) -> None:
         """Make copies out of the flat tensors; to be called once. Blocks."""
-        try:
+        with self._errors():
             size = self._make(copies)
+        self.count(size)
+
+    def take(self) -> Sequence[torch.Tensor]:
+        """The flat tensors, as a call brings them; to be called once. Blocks."""
+        pending, body = self._pending, self._body
+        self._drop()
+        if body is None:
+            return ()
+        with self._errors():
+            body = joined(body, pending) if pending else owned(body)
+        self.count(body_bytes(body) - len(body.payload))
+        return body.tensors
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
         except RayTorchRpcError as error:
             if self.error_of(error) is error:
                 raise
             raise self.error_of(error) from error
-        self.count(size)
 
     def _make(self, copies: Copies) -> int:
         """Returns the bytes of all targets."""

@@ -177,8 +177,10 @@ def _is_plain(row: Any) -> bool:
 class Batch:
     """The rows of one field that a get brings: what receives them, and what TransferQueue returns of them."""
 
-    def __init__(self, count: int, pieces: Sequence[tuple[Sequence[int], Block]]) -> None:
-        """``count``: of all rows. ``pieces``: rows that come together, with their positions in the batch."""
+    def __init__(self, count: int, pieces: Sequence[tuple[Sequence[int], Block]], is_here: bool = False) -> None:
+        """``count``: of all rows. ``pieces``: rows that come together, with their positions in the batch. ``is_here``:
+        there is one piece, whose tensor has arrived.
+        """
         self._pieces, kinds = pieces, {piece.kind for _, piece in pieces}
         self._rows: Any = [None] * count
         self._packed: torch.Tensor | None = None
@@ -193,7 +195,7 @@ class Batch:
             for position, length in zip(positions, piece.lengths, strict=True):
                 lengths[position] = length
         ends = [0, *itertools.accumulate(lengths)]
-        values: Any = _empty((ends[-1], *kind.shape), kind.dtype)
+        values: Any = pieces[0][1].values if is_here else _empty((ends[-1], *kind.shape), kind.dtype)
         self._packed = values
         if not all(_is_run(positions) for positions, _ in pieces):
             self._rows = values.split(lengths)
@@ -524,12 +526,18 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
             window, runs = Window(), [indexes[begin:end] for begin, end in _runs(positions)]
             asked.append((positions, window, self._call(unit, window).get(fields, runs)))
         answers = [(positions, window, call.wait()) for positions, window, call in asked]
-        batches = list[Batch]()
+        batches, (_, first, pieces) = list[Batch](), answers[0]
+        if is_whole := len(answers) == 1 and all(
+            len(field) == 1 for field in pieces
+        ):  # there is nothing to put together
+            tensors = iter(first.take())
+            for (piece,) in pieces:
+                piece.values = next(tensors) if _is_tensor(piece) else piece.values
         for place in range(len(fields)):
             placed = [each for positions, _, answer in answers for each in _placed(positions, answer[place])]
-            batches.append(Batch(len(global_indexes), placed))
+            batches.append(Batch(len(global_indexes), placed, is_whole))
         targets = [iter(batch.targets) for batch in batches]
-        for _, window, answer in answers:
+        for _, window, answer in () if is_whole else answers:
             goals = [next(own) for own, pieces in zip(targets, answer, strict=True) for _ in pieces]
             window.make(Copies.whole([goal for goal in goals if goal is not None]))
         brought = self._fetch([piece.values for _, _, answer in answers for pieces in answer for piece in pieces])
