@@ -1,8 +1,9 @@
 """Encodes simple values without a pickler, or with as little of it as possible.
 
-Numbers, text and ordinary tensors, alone or as the elements of one tuple, list or dict, need no pickler: to start one
-takes longer than all the rest of the encoding of a small call. A list or dict of many ordinary tensors is taken apart
-as a whole, by loops that run in C: a pickler calls back for every tensor, for 2 microseconds each.
+Numbers, text, small tuples and lists of them, and ordinary tensors, alone or as the elements of one tuple, list or
+dict, need no pickler: to start one takes longer than all the rest of the encoding of a small call. A list or dict of
+many ordinary tensors is taken apart as a whole, by loops that run in C: a pickler calls back for every tensor, for 2
+microseconds each.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
         shape, names, values = _DICT, tuple(obj), obj.values()
     else:
         shape, values = _VALUE, (obj,)
-    if len(values) >= MANY or set(map(type, names)) - {str}:
+    if len(values) >= (2 * MANY if shape == _CALL else MANY) or set(map(type, names)) - {str}:
         return None
     simple = _without_tensors(values, tensors)
     if simple is None:
@@ -62,8 +63,7 @@ def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list
     """Return the values with ``...`` in place of each tensor, which is added to ``tensors``."""
     simple: list[Any] = []
     for value in values:
-        kind = type(value)
-        if kind in _NUMBERS or (kind in _TEXTS and len(value) <= MOST_TEXT):
+        if _is_simple(value, _DEPTH):
             simple.append(value)
         elif is_ordinary(value) and not (tensors and any(value is other for other in tensors)):
             tensors.append(value)
@@ -71,6 +71,18 @@ def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list
         else:
             return None
     return simple
+
+
+def _is_simple(value: Any, depth: int) -> bool:
+    """Whether marshal restores it exactly, and without much copying."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return True
+    if kind in _TEXTS:
+        return len(value) <= MOST_TEXT
+    if kind not in (tuple, list) or not depth or len(value) >= MANY:
+        return False
+    return all(_is_simple(each, depth - 1) for each in value)
 
 
 def is_plain(payload: bytes) -> bool:

@@ -498,10 +498,11 @@ class Name(str):
 PLAIN = [
     *(1, True, -0.0, 1 << 200, 2 + 3j, "lone \ud800 surrogate", b"\x80\x05", "x" * MOST_TEXT, (), [], {}),
     *((1, "a", None), [1.5, False], {"a": 1, "b": b""}, ((1, "a"), {}), ((), {"key": None, "other": 2.0})),
+    *([[1]], ((1, (2, [b"x"])), [True, []]), {"a": [1, ("b",)]}, ((*range(9),), {})),
 ]
 PICKLED = [
-    *(Level.HIGH, Name("n"), "x" * (MOST_TEXT + 1), bytes(MOST_TEXT + 1), ..., [[1]], {1: 2}, {1, 2}),
-    collections.OrderedDict(a=1),
+    *(Level.HIGH, Name("n"), "x" * (MOST_TEXT + 1), bytes(MOST_TEXT + 1), ..., {1: 2}, {1, 2}),
+    *([[[[[1]]]]], [[*range(8)]], [{}], collections.OrderedDict(a=1)),
 ]
 
 
@@ -519,6 +520,9 @@ def test_plain_values_with_tensors_need_no_pickler_either() -> None:
     args, kwargs = through(((a, 7), {"other": b, "name": "x"}), Codec(Refusing))
     assert torch.equal(args[0], a) and args[1] == 7
     assert torch.equal(kwargs["other"], b) and kwargs["name"] == "x" and list(kwargs) == ["other", "name"]
+    shared = [1]
+    first, second = through((shared, shared), Codec(Refusing))
+    assert first == [1] and first is second
 
 
 # --- containers full of tensors ----------------------------------------------------------------------------------
