@@ -2,8 +2,9 @@
 and names the backend: ``{"backend": {"storage_backend": "RayTorchRpc"}}``.
 
 Storage units are actors of a group that each process joins at its first put or get. A unit keeps CPU tensors where the
-put has brought them: on one host in memory that it shares with the producer. The rows of a get are copied into the
-packed tensor that TransferQueue returns. GPU tensors stay in the producer; the unit knows where they are.
+put has brought them: on one host in memory that it shares with the producer. Rows of a get that do not come in one
+piece are copied into the packed tensor that TransferQueue returns. GPU tensors stay in the producer; the unit knows
+where they are.
 """
 
 from __future__ import annotations
@@ -628,7 +629,7 @@ def start(conf: Any) -> Storage:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": place}
         remote: Any = ray.remote(**options)(Unit)
         name = f"unit_{number}"
-        units[name] = remote.remote(name, samples and -(-samples // count), room)
+        units[name] = remote.remote(name, samples and samples // count + _CHUNK, room)  # their shares differ by a chunk
     group = rtr.init_group(units, name=settings["group"], config=rtr.GroupConfig.from_env(joinable_by="cluster"))
     settings |= {"units": [*units], "generation": group.generation, "registration": Registration()}
     OmegaConf.update(conf, f"backend.{NAME}", settings, force_add=True)

@@ -245,7 +245,7 @@ def test_a_unit_copies_what_would_fill_the_shared_memory_of_a_producer(monkeypat
 
 
 def test_tensors_that_stay_in_their_producer_are_read_there_until_they_are_cleared(tmp_path: Path) -> None:
-    with storage() as client:
+    with storage(total_storage_size=130) as client:
         (producer,), (consumer,) = clients(1, True), clients(1)
         rows = {"x": torch.randn(130, 7), "y": torch.arange(130)}
         ray.get(producer.put.remote("first", rows), timeout=WAIT_S)
