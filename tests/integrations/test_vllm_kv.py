@@ -185,7 +185,14 @@ def test_a_prefill_engine_that_dies_and_one_that_comes_back(cluster: None, path:
 def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> None:
     """Requests run all the time. A client asks again when an engine is lost; no answer is wrong or missing."""
     chance, prompts = random.Random(kills), [prompt(500 + seed, 20 + 7 * seed) for seed in range(20)]
-    stops, answers = threading.Event(), Counter[str]()
+    stops, answers, events = threading.Event(), Counter[str](), Counter[str]()
+
+    def note(engine: Any) -> int:
+        """Count what an engine has done; returns its pid."""
+        seen = counts(engine)
+        events.update({"prompts read": seen["read"], "computed again": seen["failed"]})
+        return seen["pid"]
+
     with engines(path, {}, {}) as made:
         expected = [alone(made[0], tokens) for tokens in prompts]
 
@@ -196,6 +203,7 @@ def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> 
                 except ray.exceptions.GetTimeoutError:
                     raise
                 except Exception:  # what vLLM raises then is of its own, and imports it here
+                    events["asked again"] += 1
                     time.sleep(0.2)
 
         def client(seed: int) -> None:
@@ -213,11 +221,12 @@ def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> 
                     before = answers["right"]
                     assert wait_until(lambda before=before: answers["right"] > before + 20, 120)
                     place = chance.randrange(2)
-                    os.kill(counts(made[place])["pid"], signal.SIGKILL)
+                    os.kill(note(made[place]), signal.SIGKILL)
                     again = start(path)
                     get(again.start.remote(), timeout=400)
                     made[place], lost = again, made[place]
                     ray.kill(lost)
+                    print(f"{answers.total()} answers: {dict(answers)}; {dict(events)}", flush=True)
                 get(made[1].is_empty.remote())
                 before, read = answers["right"], counts(made[1])["read"]
                 assert wait_until(lambda: answers["right"] > before + 40, 120), answers
@@ -226,8 +235,10 @@ def test_random_kills_of_either_engine(cluster: None, path: str, kills: int) -> 
                 stops.set()
             for each in clients:
                 each.result(120)
+            for engine in made:
+                note(engine)
+    print(f"{kills} kills of real engines: {dict(answers)}; {dict(events)}")
     assert set(answers) == {"right"}, answers
-    print(f"{kills} kills of real engines: {dict(answers)}")
 
 
 @pytest.mark.slow
