@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import ray
@@ -23,6 +22,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import check_fields
 from raytorchrpc.integrations.joined import Joined
+from raytorchrpc.patterns.regions.reading import read_here
 from raytorchrpc.process import locks, threads
 from raytorchrpc.process.workers import Workers
 
@@ -95,12 +95,6 @@ def reads_of(sources: int, readers: int, heads: int) -> list[dict[int, list[int]
             owners = [source for source in range(sources) if head in heads_of(source, sources, heads)]
             plan[-1].setdefault(owners[rank % len(owners)], []).append(head)
     return plan
-
-
-def _settle(read: rtr.Read) -> None:
-    """Wait until a read writes no more. Before, its blocks must not be given to another request."""
-    with suppress(rtr.RayTorchRpcError):
-        read.wait()
 
 
 def by_head(tensors: Mapping[str, torch.Tensor], heads: range) -> Iterator[tuple[str, torch.Tensor]]:
@@ -395,23 +389,18 @@ class Worker:
     def _read(self, prompt: Prompt, rows: Sequence[tuple[list[int], list[int]]]) -> None:
         if prompt.heads != self._heads:
             raise rtr.ConfigurationError(f"the prefill engine's model has {prompt.heads} KV heads, not {self._heads}")
-        plan, reads = reads_of(len(prompt.sources), self._size, self._heads), list[rtr.Read]()
+        plan = reads_of(len(prompt.sources), self._size, self._heads)
         sources = {prompt.sources[rank]: sum(rank in each for each in plan) for rank in plan[self._rank]}
         with ExitStack() as undo:
             for source, heads in zip(sources, plan[self._rank].values(), strict=True):
                 undo.callback(self._drop, source, prompt.hold)
-                read = partial(rtr.read, source.member, source.region, timeout=self._timeout, group=self._peer.group)
+                options = {"timeout": self._timeout, "group": self._peer.group, "last": False}
                 for tensors, (there, here) in zip(self._groups, rows, strict=True):
                     if there:
-                        reads.append(read(into=self._into(tensors, heads), rows=there, at=here, last=False))
-                        undo.callback(_settle, reads[-1])
-            for each in reads:
-                each.wait()
-            ends = [
-                self._call(source).release(source.region, prompt.hold, readers) for source, readers in sources.items()
-            ]
-            for end in ends:
-                end.wait()
+                        into = self._into(tensors, heads)
+                        read_here(source.member, source.region, into=into, rows=there, at=here, **options)
+            for source, readers in sources.items():
+                self._call(source).release(source.region, prompt.hold, readers).wait()
             undo.pop_all()
         for rank, source in enumerate(prompt.sources if self._rank == 0 else ()):
             if not any(rank in each for each in plan):  # it has the same heads as another one

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decorator": {"calls", "rdt"},
     "integrations": {
         *("__init__", "process.threads", "process.this_process", "group.tickets", "calls.receive_into", "lanes.base"),
-        *("process.locks", "process.workers", "tensors.host_device_copy", "text"),
+        *("patterns.regions.reading", "process.locks", "process.workers", "tensors.host_device_copy", "text"),
     },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),

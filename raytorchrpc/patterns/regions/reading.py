@@ -129,6 +129,27 @@ def read(
         tensor(8.)
         >>> region.close()
     """
+    reading, made = _begin(member, name, into, rows, at, lease, last, timeout, group), Read(name)
+    reading.reads.workers.submit(reading.run, made._reply)
+    return made
+
+
+def read_here(member: Any, name: str, **options: Any) -> None:
+    """Read as ``read`` does, on this thread. Returns when the rows are there; raises what ``Read.wait`` does."""
+    _begin(member, name, **options).run_here()
+
+
+def _begin(
+    member: Any,
+    name: str,
+    into: Mapping[Any, torch.Tensor] | Sequence[torch.Tensor],
+    rows: Rows | None = None,
+    at: Rows | None = None,
+    lease: Lease | None = None,
+    last: bool = True,
+    timeout: float | None = None,
+    group: str | None = None,
+) -> _Reading:
     group = lease._generation if lease is not None and group is None else group
     local, seconds = run(begin(timeout, member if current.members else None, group))
     owner, label = local.peers.route(member).member, f"region {name!r}"
@@ -145,10 +166,7 @@ def read(
     reads = local.services.open("region reads", "", lambda: _Reads(local))
     by_name, until = isinstance(into, Mapping), time.monotonic() + seconds
     enter = own_streams(list(targets.values()))
-    made = Read(name)
-    reading = _Reading(reads, local, owner, name, targets, by_name, wanted, at, lease, last, until, enter)
-    reads.workers.submit(reading.run, made._reply)
-    return made
+    return _Reading(reads, local, owner, name, targets, by_name, wanted, at, lease, last, until, enter)
 
 
 class _Reads:
@@ -202,7 +220,7 @@ class _Reading:
     def run(self, reply: DeferredReply) -> None:
         """Read, and settle the reply."""
         try:
-            self._read()
+            self.run_here()
         except Exception as error:
             reply.settle(None, error)
         else:
@@ -210,7 +228,8 @@ class _Reading:
         finally:
             self.targets = {}
 
-    def _read(self) -> None:
+    def run_here(self) -> None:
+        """Read. Raises what ``Read.wait`` does."""
         key = self.owner.rank, self.name
         known = self.reads.known.get(key)
         if known is not None and (self.lease is None or self.lease._address[2] == known.instance_id):

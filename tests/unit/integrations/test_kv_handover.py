@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +13,9 @@ import raytorchrpc as rtr
 from raytorchrpc.integrations.kv_handover import (
     Holds,
     Ledger,
-    Load,
-    Peer,
     Prompt,
     Settings,
     Source,
-    Step,
-    Worker,
     by_head,
     heads_of,
     reads_of,
@@ -193,28 +187,3 @@ def test_readers_may_come_before_the_worker_is_told() -> None:
     assert made.ended() == {"r1", "r2"}
     with pytest.raises(rtr.NotFound):
         made.release(1, 1)
-
-
-def test_blocks_are_not_given_away_while_a_read_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two sources fails, and the read of the other one goes on."""
-    goes_on, begun = threading.Event(), Counter[str]()
-
-    def read(member: str, *args: Any, **options: Any) -> Any:
-        begun[member] += 1
-        if member == "fails":
-            raise rtr.PeerLost("fails", "the test says so", True)
-        return SimpleNamespace(wait=lambda: goes_on.wait(LONG))
-
-    monkeypatch.setattr(rtr, "read", read)
-    monkeypatch.setattr(Worker, "_drop", lambda *_: None)
-    peer = SimpleNamespace(group="group", name="a", leave=lambda _: None)
-    monkeypatch.setattr(Peer, "join", lambda *_: peer)
-    worker = Worker([{"layer": torch.zeros(8, 2, 4, 5)}], 0, 1, 2, Settings())
-    sources = [Source("goes on", "cache"), Source("fails", "cache")]
-    worker.begin(Step(loads=[Load("r", Prompt(sources, 1, [[1]], 4, [4], 2), [([1], [2])])]))
-    assert wait_until(lambda: begun == {"goes on": 1, "fails": 1}, LONG)
-    assert worker.results() == (set(), set(), set())
-    goes_on.set()
-    assert wait_until(lambda: not worker.running, LONG)
-    assert worker.results() == (set(), {"r"}, {"r"})
-    worker.close()
