@@ -402,19 +402,30 @@ class Participant:
         self._lives: dict[str, str] = {}
 
     def call(self, member: str, **options: Any) -> Any:
-        """As ``rpc_async``. Joins the group first, if necessary, which blocks; raises BootstrapError, NotAMember."""
+        """As ``rpc_async``. Joins the group first, if necessary, which blocks; raises BootstrapError, NotAMember, and
+        PeerLost for a member that has left.
+        """
         group = self.membership.join()
         target = next((each for each in group.members if each.name == member), None)
         if target is None:
-            raise rtr.NotAMember(f"{member!r} has left group {group.name!r} for good, with what it kept")
+            raise rtr.PeerLost(member, f"it has left group {group.name!r} for good, with what it kept")
         return rtr.rpc_async(target, **options)
 
+    def takes_gpu(self, owner: str) -> bool:
+        """Whether a tensor on a GPU of that member arrives on a GPU of this process."""
+        return bool(self.membership.join().device_map(owner, self.membership.name))
+
     def lend(self, unit: str, block: Block, lent: set[int]) -> Block:
-        """What the unit keeps instead of a block on a GPU, whose number is added to ``lent``."""
+        """What the unit keeps instead of a block on a GPU, whose number is added to ``lent``.
+
+        This process keeps a copy, which blocks until the GPU has made it: the tensor may be written to after the put.
+        """
         if not _is_tensor(block) or not self.stays(block.values):
             return block
-        number = next(self._numbers)
-        self._lent[number] = block, unit
+        number, values = next(self._numbers), block.values.clone()
+        if values.is_cuda:  # whichever stream made the tensor, and whichever reads the copy
+            torch.cuda.synchronize(block.values.device)
+        self._lent[number] = Block(values, block.starts, block.kind), unit
         lent.add(number)
         return Block(Elsewhere(cast("str", self.membership.name), number), block.starts, block.kind)
 
@@ -550,7 +561,7 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
         for rows in values:
             if isinstance(rows, Elsewhere):
                 by_owner[rows.owner].append(rows)
-        calls = {owner: self._call(owner).rows(own, not torch.cuda.is_available()) for owner, own in by_owner.items()}
+        calls = {owner: self._call(owner).rows(own, not self._here.takes_gpu(owner)) for owner, own in by_owner.items()}
         return {
             rows: tensor
             for owner, own in by_owner.items()

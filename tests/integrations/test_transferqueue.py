@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -36,6 +37,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("clu
 WAIT_S = 180.0
 #: How many processes the test of random kills ends.
 KILLS = int(os.environ.get("TRANSFERQUEUE_KILLS", "20"))
+NUMBERS = itertools.count()
 
 
 class Client:
@@ -52,19 +54,27 @@ class Client:
     def pid(self) -> int:
         return os.getpid()
 
-    def put(self, partition: str, data: dict[str, Any]) -> int:
+    def put(self, partition: str, data: dict[str, Any], overwrites: bool = False) -> int:
+        data = {name: rows.clone() for name, rows in data.items()} if overwrites else data
         self.client.put(TensorDict(data, batch_size=len(next(iter(data.values())))), partition_id=partition)
+        for rows in data.values() if overwrites else ():
+            rows.zero_()
         return os.getpid()
 
     def put_ones(self, number: int, count: int, size: int) -> None:
         self.put(str(number), {"x": torch.full((count, size), float(number))})
 
-    def get(self, partition: str, fields: list[str], count: int) -> dict[str, list[Any]]:
-        """The rows by field."""
-        meta = self.client.get_meta(fields, count, partition, task_name="train")
+    def get(self, partition: str, fields: list[str], count: int, overwrites: bool = False) -> dict[str, list[Any]]:
+        """The rows by field; a task of its own gets each of them once."""
+        meta = self.client.get_meta(fields, count, partition, task_name=f"train-{next(NUMBERS)}")
         assert meta.size == count, f"{partition} has {meta.size} of {count} rows"
         got = self.client.get_data(meta)
-        return {f: list(rows.unbind()) if isinstance(rows, torch.Tensor) else rows.tolist() for f, rows in got.items()}
+        rows = {f: [*rows.unbind()] if isinstance(rows, torch.Tensor) else rows.tolist() for f, rows in got.items()}
+        if overwrites:
+            rows = {field: [row.clone() for row in own] for field, own in rows.items()}
+            for own in got.values():
+                own.zero_()
+        return rows
 
     def sums(self, number: int, count: int, size: int) -> int:
         """How many rows there are; each is checked."""
@@ -248,7 +258,7 @@ def test_tensors_that_stay_in_their_producer_are_read_there_until_they_are_clear
     with storage(total_storage_size=130) as client:
         (producer,), (consumer,) = clients(1, True), clients(1)
         rows = {"x": torch.randn(130, 7), "y": torch.arange(130)}
-        ray.get(producer.put.remote("first", rows), timeout=WAIT_S)
+        ray.get(producer.put.remote("first", rows, overwrites=True), timeout=WAIT_S)
         assert ray.get(producer.lent.remote(), timeout=WAIT_S) == 6  # of two fields in three chunks
         got = ray.get(consumer.get.remote("first", ["x", "y"], 130), timeout=WAIT_S)
         assert all(torch.equal(torch.stack(got[field]), rows[field]) for field in rows)
@@ -257,6 +267,22 @@ def test_tensors_that_stay_in_their_producer_are_read_there_until_they_are_clear
         assert wait_until(lambda: not ray.get(producer.lent.remote(), timeout=WAIT_S), 30), "it keeps what was cleared"
         client.load_storage_checkpoint(str(tmp_path))
         assert sum(unit["samples"] for unit in client.storage_manager.stats().values()) == 130
+        ray.get(producer.put.remote("second", rows), timeout=WAIT_S)
+        os.kill(ray.get(producer.pid.remote(), timeout=WAIT_S), signal.SIGKILL)
+        with pytest.raises(rtr.PeerLost):
+            ray.get(consumer.get.remote("second", ["x"], 130), timeout=WAIT_S)
+
+
+def test_what_was_put_is_what_every_get_brings() -> None:
+    """Whatever the producer and the consumers write to their tensors."""
+    with storage() as client:
+        producer, consumer = clients(2)
+        rows = {"x": torch.randn(3, 1_000_000), "y": torch.arange(3), "big": torch.randn(3, 100_000)}
+        ray.get(producer.put.remote("first", rows, overwrites=True), timeout=WAIT_S)
+        for _ in range(2):
+            got = ray.get(consumer.get.remote("first", [*rows], 3, overwrites=True), timeout=WAIT_S)
+            assert all(torch.equal(torch.stack(got[field]), rows[field]) for field in rows)
+        client.clear_partition("first")
 
 
 def test_settings_that_do_not_exist_are_refused() -> None:
