@@ -103,7 +103,7 @@ class Kind:
     def common(self) -> Hashable:
         """What this package's rules read of it, without what tells hosts, containers and GPUs apart."""
         hcas = tuple(
-            hca.changed({"ports": tuple(port.changed({"gids": rdma.networks(port)}) for port in hca.ports)})
+            hca.changed({"path": None, "ports": tuple(p.changed({"gids": rdma.networks(p)}) for p in hca.ports)})
             for hca in self.endpoint.hcas
         )
         gpus = tuple(gpu.changed({"uuid": "", "pci_bus_id": None, "path": None}) for gpu in self.endpoint.gpus)
