@@ -408,7 +408,8 @@ class Participant:
         group = self.membership.join()
         target = next((each for each in group.members if each.name == member), None)
         if target is None:
-            raise rtr.PeerLost(member, f"it has left group {group.name!r} for good, with what it kept")
+            cause = f"it has left group {group.name!r} for good, with what it kept"
+            raise rtr.PeerLost(member, cause, may_have_run=False)
         return rtr.rpc_async(target, **options)
 
     def takes_gpu(self, owner: str) -> bool:
@@ -418,13 +419,12 @@ class Participant:
     def lend(self, unit: str, block: Block, lent: set[int]) -> Block:
         """What the unit keeps instead of a block on a GPU, whose number is added to ``lent``.
 
-        This process keeps a copy, which blocks until the GPU has made it: the tensor may be written to after the put.
+        This process keeps a copy, as the tensor may be written to after the put. Blocks until the GPU has made it.
         """
         if not _is_tensor(block) or not self.stays(block.values):
             return block
         number, values = next(self._numbers), block.values.clone()
-        if values.is_cuda:  # whichever stream made the tensor, and whichever reads the copy
-            torch.cuda.synchronize(block.values.device)
+        _finish(values)
         self._lent[number] = Block(values, block.starts, block.kind), unit
         lent.add(number)
         return Block(Elsewhere(cast("str", self.membership.name), number), block.starts, block.kind)
@@ -506,6 +506,8 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
 
     def _put(self, data: dict[str, Any], global_indexes: list[int]) -> None:
         here, calls = self._here, list[tuple[str, set[int], rtr.Future[str]]]()
+        for rows in data.values():
+            _finish(rows)
         blocks = {field: Block.of(rows) for field, rows in data.items()}
         with ExitStack() as undo:
             for unit, (indexes, positions) in self._group_by_hash(global_indexes).items():
@@ -584,6 +586,12 @@ class RayTorchRpcStorageManager(AsyncSimpleStorageManager):
         """By unit: samples and bytes that it keeps, and the most bytes that it may. Blocks."""
         calls = {unit: self._call(unit).stats() for unit in self.storage_unit_infos}
         return {unit: call.wait() for unit, call in calls.items()}
+
+
+def _finish(rows: Any) -> None:
+    """Block until a tensor is made, if it is on a GPU, by whichever stream: the thread of a put does not know it."""
+    if getattr(rows, "is_cuda", False):
+        torch.cuda.synchronize(rows.device)
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
