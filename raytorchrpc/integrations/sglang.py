@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -107,7 +107,7 @@ class Updates:
         request |= {"reports": reports.name, "home": reports.home}
         ask = partial(answered, "SGLang", timeout=progress.left())
         try:
-            begin, end = partial(self._step, "begin_weight_update"), partial(self._step, "end_weight_update")
+            begin, end = self._step("begin_weight_update"), self._step("end_weight_update")
             begun = ask(begin)
             if not begun[0]:  # one that was not answered in time has begun later
                 ask(end)
@@ -142,10 +142,9 @@ class Updates:
                 )
             threads.pause(_PAUSE_S)
 
-    def _step(self, name: str) -> tuple[bool, str]:
-        """Call a method of the engine; older releases have no sessions of updates."""
-        method = getattr(self._engine, name, None)
-        return (True, "") if method is None else method()
+    def _step(self, name: str) -> Callable[[], tuple[bool, str]]:
+        """A method of the engine; older releases have no sessions of updates."""
+        return getattr(self._engine, name, None) or (lambda: (True, ""))
 
     def _raise_failures(
         self, version: int, reports: Sequence[tuple[int, int, Exception | None, bool]], progress: Progress

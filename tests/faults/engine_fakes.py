@@ -9,15 +9,19 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
 import ray
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import raytorchrpc as rtr
 from tests.integrations import sglang_engine
@@ -48,19 +52,22 @@ def values_of(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 class Model(torch.nn.Module):
-    """Takes its time to load a tensor."""
+    """Takes its time to load a tensor. With several ranks, each one's has a part of each tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
+        self.rank, self.part = rank, SIZE // ranks
         self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in NAMES)
         for layer in self.layers:
-            layer.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64), requires_grad=False)
+            layer.weight = torch.nn.Parameter(torch.zeros(self.part, dtype=torch.float64), requires_grad=False)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             if not tensor.is_meta:
                 time.sleep(0.002)
-            self.get_parameter(name).copy_(tensor)
+            if len(tensor) != SIZE:
+                raise ValueError(f"{name} has {len(tensor)} elements")
+            self.get_parameter(name).copy_(tensor.narrow(0, self.rank * self.part, self.part))
 
 
 def stub(name: str, **attributes: Any) -> None:
@@ -119,10 +126,11 @@ class _Source:
         return None
 
 
-def stub_vllm() -> None:
+def stub_vllm(ranks: int = 1) -> None:
     """Without the names of vLLM that are not promised, so that models are updated by ``load_weights``."""
     package = "vllm.distributed.weight_transfer.base"
-    groups = dict.fromkeys(("get_pcp_group", "get_pp_group", "get_tp_group"), lambda: SimpleNamespace(world_size=1))
+    groups = dict.fromkeys(("get_pcp_group", "get_pp_group"), lambda: SimpleNamespace(world_size=1))
+    groups["get_tp_group"] = lambda: SimpleNamespace(world_size=ranks, cpu_group=None)
     stub("vllm", __version__="0.32.0")
     stub("vllm.logger", init_logger=logging.getLogger)
     stub("vllm.lora.request", LoRARequest=object)
@@ -152,11 +160,11 @@ def stub_vllm() -> None:
 class Worker:
     """Of vLLM: it has the steps of a weight update, as vLLM's own."""
 
-    def __init__(self, init_info: dict[str, Any]) -> None:
+    def __init__(self, init_info: dict[str, Any], rank: int, ranks: int) -> None:
         from raytorchrpc.integrations.vllm.engine import WeightEngine
 
-        self.model, self.is_updating = Model(), False
-        parallel = SimpleNamespace(world_size=1)
+        self.model, self.is_updating = Model(rank, ranks), False
+        parallel = SimpleNamespace(world_size=ranks)
         config = SimpleNamespace(parallel_config=parallel, model_config=None, additional_config=init_info)
         self.weight_transfer_engine = WeightEngine(None, config, torch.device("cpu"), self.model)
 
@@ -186,9 +194,11 @@ class Worker:
         return values_of(self.model.parameters())
 
 
-def _run_worker(pipe: Any, options: dict[str, Any]) -> None:
+def _run_worker(pipe: Any, options: dict[str, Any], rank: int, ranks: int, meeting: str) -> None:
     """The process of a worker."""
-    wrapper = _worker_of(options)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    wrapper = _worker_of(options, rank, ranks)
     while True:
         method, args = pipe.recv()
         try:
@@ -198,53 +208,65 @@ def _run_worker(pipe: Any, options: dict[str, Any]) -> None:
             pipe.send((None, error if isinstance(error, rtr.RayTorchRpcError) else RuntimeError(repr(error))))
 
 
-def _worker_of(options: dict[str, Any]) -> _Wrapper:
-    stub_vllm()
+def _worker_of(options: dict[str, Any], rank: int = 0, ranks: int = 1) -> _Wrapper:
+    stub_vllm(ranks)
     wrapper = _Wrapper()
-    wrapper.worker = Worker({"raytorchrpc": {"store": "policy", "timeout": TIMEOUT_S, **options}})
+    wrapper.worker = Worker({"raytorchrpc": {"store": "policy", "timeout": TIMEOUT_S, **options}}, rank, ranks)
     return wrapper
 
 
 class Engine:
-    """An actor with a worker in itself, or in a child: it ends with that. It answers while the worker is busy."""
-
-    child: Any
+    """An actor with a worker in itself, or in children: it ends with one. It answers while they are busy."""
 
     def __init__(self, in_child: bool = False, **options: Any) -> None:
-        self.child, self._lock = None, threading.Lock()
-        if not in_child:
+        self._options, self._lock = options, threading.Lock()
+        self.children: list[Any] = []
+        if in_child:
+            self.start(1)
+        else:
             self.wrapper = _worker_of(options)
-            return
-        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-        context = multiprocessing.get_context("spawn")
-        self.pipe, other = context.Pipe()
-        self.child = context.Process(target=_run_worker, args=(other, options), daemon=True)
-        self.child.start()
-        other.close()
+
+    def start(self, ranks: int) -> None:
+        """Start its workers, as an engine with another tensor parallelism."""
+        with self._lock:
+            for child in self.children:
+                child.kill()
+                child.join()
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+            context, meeting = multiprocessing.get_context("spawn"), tempfile.mktemp(prefix="ranks-")
+            self.children, self.pipes = [], []
+            for rank in range(ranks):
+                pipe, other = context.Pipe()
+                args = (other, self._options, rank, ranks, meeting)
+                self.children.append(context.Process(target=_run_worker, args=args, daemon=True))
+                self.children[-1].start()
+                self.pipes.append(pipe)
+                other.close()
 
     def pids(self) -> dict[str, int]:
-        return {"engine": os.getpid(), **({"worker": self.child.pid} if self.child else {})}
+        return {"engine": os.getpid(), **({"worker": self.children[0].pid} if self.children else {})}
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> list[Any]:
         with self._lock:
             return self._call(method, *args)
 
-    def _call(self, method: str, *args: Any) -> Any:
-        if self.child is None:
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        if not self.children:
             there = self.wrapper if method == "execute_model" else self.wrapper.worker
-            return getattr(there, method)(*args)
+            return [getattr(there, method)(*args)]
         try:
-            self.pipe.send((method, args))
-            result, error = self.pipe.recv()
+            for pipe in self.pipes:
+                pipe.send((method, args))
+            answers = [pipe.recv() for pipe in self.pipes]
         except (EOFError, OSError):
             os._exit(1)  # as vLLM's engine does
-        if error is not None:
-            raise error
-        return result
+        for _, error in answers:
+            if error is not None:
+                raise error
+        return [result for result, _ in answers]
 
     def generate(self) -> list[float]:
-        values: list[float] = self.call("execute_model")
-        return values
+        return sorted({value for values in self.call("execute_model") for value in values})
 
 
 class Client:
@@ -311,20 +333,38 @@ class VllmTrainer(Trainer):
     """With vLLM's trainer interface."""
 
     lends = False
+    mesh: Any = None
 
-    def train(self, engine: Any, case: str = "") -> float:
-        """Bring a new value to the engine."""
+    def train(self, engine: Any, case: str = "", value: float = 0.0) -> float:
+        """Bring a new value to the engine. Of several trainers, it is the first one's."""
         stub_vllm()
         from raytorchrpc.integrations.vllm.trainer import ModelSource, TrainerEngine, TrainerInit
 
         if self.transfer is None:
-            self.weights = filled(self.next_value())
-            init = TrainerInit(rank=0, timeout=self.timeout, lend=self.lends)
+            self.weights = self._shards(filled(self.next_value()))
+            rank = self.mesh.get_rank() if self.mesh else 0
+            init = TrainerInit(rank=rank, timeout=self.timeout, lend=self.lends)
             self.transfer = TrainerEngine.trainer_init(init, client=Client(engine), source=ModelSource(self.weights))
         self.weights.clear()
-        self.weights.update(filled(self.next_value(), case))
+        self.weights.update(self._shards(filled(self.next_value(), case)))
         self.transfer.send_weights()
         return self.value
+
+    def form(self, rank: int, ranks: int, meeting: str) -> None:
+        """Be one of several trainers with shards, or one alone; the next ``train`` begins again."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.mesh = self.transfer = None
+        if ranks > 1:
+            options = {"rank": rank, "world_size": ranks, "timeout": timedelta(seconds=10)}
+            dist.init_process_group("gloo", init_method=f"file://{meeting}", **options)
+            self.mesh = init_device_mesh("cpu", (ranks,))
+
+    def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Of the first trainer's tensors."""
+        if self.mesh is None:
+            return dict(tensors)
+        return {name: distribute_tensor(tensor, self.mesh, [Shard(0)]) for name, tensor in tensors.items()}
 
 
 class LendingTrainer(VllmTrainer):
@@ -349,6 +389,8 @@ class ServedTrainer(VllmTrainer):
 class TrlTrainer(Trainer):
     """With TRL's. It forms its group itself."""
 
+    lends = False
+
     def train(self, engine: Any, case: str = "") -> float:
         """Bring a new value to the engine."""
         stub("trl.experimental.async_grpo.vllm_client", VLLMClient=lambda *_: Client(engine))
@@ -358,11 +400,25 @@ class TrlTrainer(Trainer):
         from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
 
         if self.transfer is None:
-            transfer = RayTorchRpcWeightTransfer(timeout=self.timeout)
+            transfer = RayTorchRpcWeightTransfer(timeout=self.timeout, lend=self.lends)
             transfer.init_weight_transfer()
             self.transfer = transfer
-        self.transfer.send_weights(iter(filled(self.next_value(), case).items()))
+        tensors = filled(self.next_value(), case)
+        self.transfer.send_weights(_merged(tensors), len(tensors))
         return self.value
+
+
+class LendingTrlTrainer(TrlTrainer):
+    """Whose server reads its own tensors."""
+
+    lends = True
+
+
+def _merged(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As TRL yields a model's tensors: at the end it takes an adapter out of them again."""
+    yield from tensors.items()
+    for tensor in tensors.values():
+        tensor.zero_()
 
 
 # --- SGLang -----------------------------------------------------------------------------------------------------------
@@ -379,14 +435,21 @@ class SglangHolder:
     """An actor with an engine, which is there from its beginning."""
 
     def __init__(self, timeout: float = TIMEOUT_S) -> None:
+        self._lock, self._timeout = threading.Lock(), timeout
+        self.start(2)
+
+    def start(self, ranks: int) -> None:
+        """Start an engine with another tensor parallelism."""
         from raytorchrpc.integrations.sglang import LOADER, Updates
 
-        self._lock = threading.Lock()
-        self.engine = SglangEngine(tp_size=2, custom_weight_loader=[LOADER], hidden=256)
-        self.updates = Updates(self.engine, "policy", timeout=timeout)
+        with self._lock:
+            if hasattr(self, "engine"):
+                self.engine.kill()
+            self.engine = SglangEngine(tp_size=ranks, custom_weight_loader=[LOADER], hidden=256)
+            self.updates = Updates(self.engine, "policy", timeout=self._timeout)
 
     def pids(self) -> dict[str, int]:
-        return {"engine": os.getpid(), "worker": self.engine._ranks[1].pid or 0}
+        return {"engine": os.getpid(), "worker": self.engine._ranks[-1].pid or 0}
 
     def bring(self, version: int) -> None:
         with self._lock:
@@ -398,14 +461,30 @@ class SglangHolder:
 
 
 class SglangTrainer(Trainer):
-    def train(self, engine: Any, case: str = "") -> float:
-        """Bring a new value to the engine."""
-        store, value = rtr.WeightStore("policy", keep=2), self.next_value() % 2**20  # exact as float32
-        self.value = value
+    rank, names = 0, None
+
+    def form(self, rank: int, ranks: int, *_: Any) -> None:
+        """Be one of several trainers with shards, or one alone."""
+        self.rank = rank
+        self.names = ["trainer", *(f"trainer_{number}" for number in range(1, ranks))] if ranks > 1 else None
+
+    def train(self, engine: Any, case: str = "", value: float = 0.0) -> float:
+        """Bring a value to the engine, or a new one. All trainers are given the same."""
+        store = rtr.WeightStore("policy", publishers=self.names, keep=2)
+        self.value = value or self.next_value() % 2**20  # exact as float32
         names = sglang_engine.checkpoint(256, 2, 0).items()
-        version = store.publish(altered({name: torch.full_like(tensor, value) for name, tensor in names}, case))
-        ray.get(engine.bring.remote(version), timeout=2 * TIMEOUT_S)
-        return value
+        tensors = altered({name: torch.full_like(tensor, self.value) for name, tensor in names}, case)
+        version = store.publish({name: self._shard(tensor) for name, tensor in tensors.items()})
+        if not self.rank:
+            ray.get(engine.bring.remote(store.wait(version)), timeout=2 * TIMEOUT_S)
+        return self.value
+
+    def _shard(self, tensor: torch.Tensor) -> Any:
+        if self.names is None:
+            return tensor
+        part = len(tensor) // len(self.names)
+        begin = self.rank * part
+        return rtr.Shard(tensor.narrow(0, begin, part), tuple(tensor.shape), (begin, *[0] * (tensor.dim() - 1)))
 
 
 # --- verl -------------------------------------------------------------------------------------------------------------
@@ -523,6 +602,9 @@ class _Scheme:
     def prepare_weights(self, weights: Any, *_: Any) -> Any:
         return weights
 
+    def shutdown(self) -> None:
+        pass
+
     def _register_transport_receiver(self) -> None:
         self._strategy = SimpleNamespace(apply_weights=lambda model, weights: None)
 
@@ -567,11 +649,18 @@ class Sender:
     """An actor that does what torchrl's RayCollector does."""
 
     def __init__(self, collectors: list[Any], timeout: float = TIMEOUT_S) -> None:
-        self.collectors, self.scheme, self.value = collectors, torchrl_scheme(timeout), 0.0
-        self.scheme._init_on_sender_impl(model_id="policy", context=self, remote_collectors=collectors)
-        self._lock = threading.Lock()
+        self.scheme, self.value, self._timeout, self._lock = None, 0.0, timeout, threading.Lock()
+        self.start(collectors)
 
     policy = None
+
+    def start(self, collectors: list[Any]) -> None:
+        """Begin as with a new RayCollector, whose collectors these are."""
+        with self._lock:
+            if self.scheme is not None:
+                self.scheme.shutdown()
+            self.collectors, self.scheme = collectors, torchrl_scheme(self._timeout)
+            self.scheme._init_on_sender_impl(model_id="policy", context=self, remote_collectors=collectors)
 
     def newest(self) -> float:
         return self.value

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ class Form:
     """Of those who may be killed."""
     brings_itself: bool = True
     """An engine that was restarted has the newest weights before anybody brings it some."""
+    remesh: Callable[[], object] = lambda: None
+    """Starts trainers and engines again, as other numbers of processes."""
 
 
 def get(ref: Any) -> Any:
@@ -68,19 +71,18 @@ def actor(cls: Any, *args: Any, **options: Any) -> Any:
 def vllm(
     in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer, timeout: float = fakes.TIMEOUT_S
 ) -> Iterator[Form]:
-    trainer, engine = actor(trains, timeout), actor(fakes.Engine, in_child, timeout=timeout)
-    with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
-        form = _form_of(trainer, engine)
+    with _shards(trains, actor(fakes.Engine, in_child, timeout=timeout), timeout) as form:
         form.brings_itself = not trains.lends
         yield form
-    for each in (trainer, engine):
-        ray.kill(each)
 
 
 @contextmanager
-def server(trains: type, group: str, timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+def server(trains: type[Any], group: str, timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
     trainer, engine = actor(trains, timeout), actor(fakes.Engine, True, group=group, timeout=timeout)
-    yield _form_of(trainer, engine)
+    form = _form_of(trainer, engine)
+    form.brings_itself = not trains.lends
+    form.remesh = lambda: (ray.kill(trainer, no_restart=False), get(engine.start.remote(2)))
+    yield form
     for each in (trainer, engine):
         ray.kill(each)
 
@@ -95,12 +97,47 @@ def _form_of(trainer: Any, engine: Any) -> Form:
 
 
 @contextmanager
-def sglang(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
-    trainer, engine = actor(fakes.SglangTrainer), actor(fakes.SglangHolder, timeout)
-    with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
-        yield _form_of(trainer, engine)
-    for each in (trainer, engine):
+def _shards(trains: type, engine: Any, timeout: float) -> Iterator[Form]:
+    """With a trainer of whole tensors, and after ``remesh`` two of shards, and as many processes of the engine.
+
+    Cases "changed mesh" and "another home": the first of the two, or the other one, goes on alone.
+    """
+    trainers, formed = [actor(trains, timeout)], list[Any]()
+
+    def train(case: str = "") -> float:
+        nonlocal formed
+        if len(trainers) == 1:
+            return float(get(trainers[0].train.remote(engine, case)))
+        chosen = {"changed mesh": trainers[:1], "another home": trainers[1:]}.get(case, trainers[:])
+        if chosen != formed:
+            meeting = tempfile.mktemp(prefix="trainers-")
+            get([each.form.remote(rank, len(chosen), meeting) for rank, each in enumerate(chosen)])
+        value, formed = float(time.monotonic_ns() // 1000 % 2**20), []  # exact as float32; to be formed if this fails
+        results = get([each.train.remote(engine, case, value) for each in chosen])
+        formed = chosen
+        return float(results[0])
+
+    def remesh() -> None:
+        trainers.append(actor(trains, timeout))
+        group.add({"trainer_1": trainers[1]}, timeout=PATIENCE_S)
+        ray.kill(trainers[0], no_restart=False)
+        get(engine.start.remote(2))
+        with suppress(*LOST):
+            get(engine.generate.remote())  # its processes have started
+        group.wait_ready(PATIENCE_S)
+
+    with rtr.init_group({"trainer": trainers[0], "engine": engine}, timeout=PATIENCE_S) as group:
+        form = _form_of(trainers[0], engine)
+        form.train, form.remesh = train, remesh
+        yield form
+    for each in (*trainers, engine):
         ray.kill(each)
+
+
+@contextmanager
+def sglang(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    with _shards(fakes.SglangTrainer, actor(fakes.SglangHolder, timeout), timeout) as form:
+        yield form
 
 
 @contextmanager
@@ -130,6 +167,7 @@ def torchrl(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
         generate=lambda: list(get(sender.generate.remote())),
         pids=lambda: {name: pid for each in collectors for name, pid in get(each.pids.remote()).items()},
         brings_itself=False,
+        remesh=lambda: get(sender.start.remote([actor(fakes.Collector, 2)])),
     )
     for each in (sender, *collectors):
         ray.kill(each)
@@ -142,6 +180,7 @@ FORMS: dict[str, Callable[..., Any]] = {
     "vllm with a loan in a child": partial(vllm, True, fakes.LendingTrainer),
     "vllm as a server": partial(server, fakes.ServedTrainer, "served"),
     "trl and a server": partial(server, fakes.TrlTrainer, "trl"),
+    "trl with a loan": partial(server, fakes.LendingTrlTrainer, "trl"),
     "sglang": sglang,
     "verl": verl,
     "torchrl": torchrl,

@@ -18,7 +18,7 @@ def check(form: str, count: int, seed: int, loud: bool = False) -> None:
 #: Fewer kills where an engine starts processes.
 COUNTS = {"vllm in its actor": 6, "vllm with a loan": 4, "verl": 6, "torchrl": 4, "sglang": 2}
 #: Left to the slow ones: they differ from others by what these have.
-LONG = "vllm with a loan in a child", "vllm as a server"
+LONG = "vllm with a loan in a child", "vllm as a server", "trl with a loan"
 
 
 @pytest.mark.parametrize(("form", "count"), [(form, COUNTS.get(form, 3)) for form in FORMS if form not in LONG])

@@ -204,9 +204,13 @@ class Engine:
             self._end()
             raise
 
-    def _end(self) -> None:
+    def kill(self) -> None:
         for process in self._ranks:
             process.kill()
+            process.join()
+
+    def _end(self) -> None:
+        self.kill()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def flush_cache(self) -> SimpleNamespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -49,6 +49,8 @@ class TrainerInit(TrainerInitInfo):
         check_fields(self)
 
 
+#: For members to say whether they have the store: one of them may be suspended (seconds).
+_FIND_S = 3.0
 #: Since 0.33, sources have iter_full instead of __iter__, and metadata is a property, which says who has a tensor.
 HAS_MODES = hasattr(WeightSource, "iter_full")
 
@@ -187,8 +189,18 @@ def _yields_all(source: Any, rank: int) -> bool:
 def _store_of(init: TrainerInit, source: WeightSource) -> rtr.WeightStore | None:
     """The store that this process publishes to; None if it only takes part in gathering tensors."""
     tensors = source.tensors().values() if isinstance(source, ModelSource) else ()
-    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
-        names: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(names, rtr.current_member().name)
-        return rtr.WeightStore(init.store, publishers=names, keep=init.keep)
-    return rtr.WeightStore(init.store, keep=init.keep) if init.is_sender else None
+    are_shards = any(hasattr(tensor, "device_mesh") for tensor in tensors)
+    if not are_shards and not init.is_sender:
+        return None
+    names: list[Any] = [rtr.current_member().name]
+    if are_shards:
+        names *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(names, names[0])
+    with suppress(rtr.NotFound):
+        there = rtr.WeightStore.find(init.store, timeout=_FIND_S)
+        if there.home != min(names):  # engines would take an earlier trainer's versions for these
+            raise rtr.ConfigurationError(
+                f"store {init.store!r} is published by {', '.join(there.publishers)}, and here by "
+                f"{', '.join(sorted(names))}: call WeightStore.find({init.store!r}).delete() before"
+            )
+    return rtr.WeightStore(init.store, publishers=names if are_shards else None, keep=init.keep)
