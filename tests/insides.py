@@ -19,7 +19,6 @@ from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
 from raytorchrpc.group import detached, group, here, join, restarts
-from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.integrations.team import Team as Team
 from raytorchrpc.lanes.torchrpc.agent import process_agent
@@ -121,7 +120,6 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
     "wait": (Requests, "next", 8, lambda *_: True),
     "post": (ray_internals, "store", 1, lambda key, value: key.startswith("groups/") and value is not None),
     "supervise": (fork, "register", 1, lambda registered: isinstance(registered, Supervisor)),
-    "return": (Patience, "__exit__", 1, lambda *_: True),
     "describe": (group.Group, "__init__", 1, lambda *_: True),
     "begin elsewhere": (detached, "_answer", 1, lambda *_: True),
     "end elsewhere": (detached.DetachedHost, "__init__", 1, lambda *_: True),

@@ -53,7 +53,12 @@ class LocalMember:
         """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
-        self.deadlines, self.cleanup = Deadlines(), DeferredCleanup()
+        self.deadlines = Deadlines()
+        try:
+            self.cleanup = DeferredCleanup()
+        except BaseException:
+            self.deadlines.stop()
+            raise
         self.workers = Workers(f"raytorchrpc-{me.name}")
         self.tracer: Tracer | None = None
         """While the group is traced."""

@@ -10,12 +10,14 @@ import queue
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from raytorchrpc.process import locks, threads
 from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import ThreadShortage
+
+T = TypeVar("T")
 
 #: A worker that is idle for this time ends, so that one burst does not keep its threads (seconds).
 _IDLE_S = 30.0
@@ -116,6 +118,35 @@ class Workers:
                 self._tasks.put(None)
 
 
+class _Shared(Generic[T]):
+    """A thread that all of a process share, from its first user to its last."""
+
+    def __init__(self, make: Callable[[], T], end: Callable[[T], object]) -> None:
+        self._make, self._end = make, end
+        self._forget()
+        os.register_at_fork(after_in_child=self._forget)  # it has none of the threads
+
+    def _forget(self) -> None:
+        self._lock, self._users = Lock(), 0
+        self._it: T | None = None
+
+    def enter(self) -> T:
+        """For one user more. Raises ThreadShortage."""
+        with self._lock:
+            self._it = self._make() if self._it is None else self._it
+            self._users += 1
+            return self._it
+
+    def leave(self, it: T) -> None:
+        """For one user less of what ``enter`` returned."""
+        with self._lock:
+            if self._it is it:
+                self._users -= 1
+                if not self._users:
+                    self._it = None
+                    self._end(it)
+
+
 class _Deadline:
     __slots__ = ("callback", "owner")
 
@@ -135,6 +166,7 @@ class _Clock:
         self._wanted: dict[int, tuple[float, int, _Deadline]] = {}
         """By number: what is in the heap and was not cancelled."""
         self._numbers = itertools.count()
+        self._ended = False
         threads.start(threads.serve, self._call_next, "the deadlines", name="raytorchrpc-deadlines")
 
     def at(self, when: float, deadline: _Deadline) -> Callable[[], None]:
@@ -163,8 +195,10 @@ class _Clock:
 
     def _call_next(self) -> bool:
         with self._changed:
-            while not self._heap or self._heap[0][0] > time.monotonic():
+            while not self._ended and (not self._heap or self._heap[0][0] > time.monotonic()):
                 self._changed.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
+            if self._ended:
+                return False
             _, number, deadline = heapq.heappop(self._heap)
             self._wanted.pop(number, None)
             callback, deadline.callback = deadline.callback, None
@@ -172,14 +206,21 @@ class _Clock:
             run_reported(callback, "a callback at a deadline failed")
         return True
 
-    def stop(self, owner: Deadlines) -> None:
+    def stop(self, owner: Deadlines) -> bool:
+        """Call back no more for an owner. Returns whether it was not stopped before."""
         with self._changed:
-            owner.stopped = True
+            was_stopped, owner.stopped = owner.stopped, True
             for number in [number for number, (*_, deadline) in self._wanted.items() if deadline.owner is owner]:
                 self._wanted.pop(number)[2].callback = None
+            return not was_stopped
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
 
 
-_clock = functools.cache(_Clock)
+_clock = _Shared(_Clock, _Clock.end)
 
 
 class Deadlines:
@@ -189,7 +230,7 @@ class Deadlines:
 
     def __init__(self) -> None:
         """Raises ThreadShortage."""
-        self._clock = _clock()
+        self._clock = _clock.enter()
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
@@ -198,14 +239,42 @@ class Deadlines:
         return self._clock.at(when, _Deadline(callback, self))
 
     def stop(self) -> None:
-        """Call back no more."""
-        self._clock.stop(self)
+        """Call back no more. Idempotent."""
+        if self._clock.stop(self):
+            _clock.leave(self._clock)
 
 
 @functools.cache
 def process_deadlines() -> Deadlines:
     """Those of a process that is no member yet. They stay with it. Raises ThreadShortage."""
     return Deadlines()
+
+
+os.register_at_fork(after_in_child=process_deadlines.cache_clear)
+
+
+class _Cleanup:
+    """What finalizers of this process leave, and the daemon thread that runs it."""
+
+    def __init__(self) -> None:
+        """Raises ThreadShortage."""
+        self.left = queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]] | None]()
+        threads.start(threads.serve, self._do_next, "the cleanup of finalizers", name="raytorchrpc-cleanup")
+
+    def _do_next(self) -> bool:
+        task = self.left.get()
+        if task is None:
+            return False
+        owner, function, args = task
+        if not owner.stopped:
+            run_reported(partial(function, *args), "cleanup left by a finalizer failed")
+        return True
+
+    def end(self) -> None:
+        self.left.put(None)
+
+
+_cleanup = _Shared(_Cleanup, _Cleanup.end)
 
 
 class DeferredCleanup:
@@ -215,36 +284,19 @@ class DeferredCleanup:
     deadlock with itself.
     """
 
-    _stopped = False
+    stopped = False
 
     def __init__(self) -> None:
         """Raises ThreadShortage."""
-        self._left = _cleanup()
+        self._cleanup = _cleanup.enter()
 
     def leave(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` soon, but not after ``stop``. Takes no lock. Its exceptions are logged."""
-        if not self._stopped:
-            self._left.put((self, function, args))
+        if not self.stopped:
+            self._cleanup.left.put((self, function, args))
 
     def stop(self) -> None:
         """Run nothing more. Idempotent."""
-        self._stopped = True
-
-    @classmethod
-    def _do_next(cls, tasks: queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]) -> bool:
-        owner, function, args = tasks.get()
-        if not owner._stopped:
-            run_reported(partial(function, *args), "cleanup left by a finalizer failed")
-        return True
-
-
-@functools.cache
-def _cleanup() -> queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]:
-    tasks = queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]]]()
-    step = partial(DeferredCleanup._do_next, tasks)
-    threads.start(threads.serve, step, "the cleanup of finalizers", name="raytorchrpc-cleanup")
-    return tasks
-
-
-for _shared in (_clock, process_deadlines, _cleanup):
-    os.register_at_fork(after_in_child=_shared.cache_clear)  # it has none of the threads
+        if not self.stopped:
+            self.stopped = True
+            _cleanup.leave(self._cleanup)

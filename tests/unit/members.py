@@ -159,8 +159,8 @@ class DirectLane(MessageLane):
 
 def _share_no_threads() -> None:
     """The next member is to be as in a process of its own."""
-    workers._clock.cache_clear()
-    workers._cleanup.cache_clear()
+    workers._clock._forget()
+    workers._cleanup._forget()
     selector._selector = None
 
 

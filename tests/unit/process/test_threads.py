@@ -157,8 +157,8 @@ def test_workers_that_have_no_thread_say_so_and_do_it_never(shortage: Shortage, 
 
 def test_a_member_that_cannot_watch_deadlines_is_none(shortage: Shortage) -> None:
     shortage.begin()
-    for make, cached in ((Deadlines, shared._clock), (DeferredCleanup, shared._cleanup)):
-        cached.cache_clear()
+    for make, of_process in ((Deadlines, shared._clock), (DeferredCleanup, shared._cleanup)):
+        of_process._forget()
         with pytest.raises(ThreadShortage):
             make()
 
