@@ -264,12 +264,14 @@ class _Reading:
             by_way.setdefault((way, device), []).append(move)
         written = [move.target for move in moves]
         with unrecorded(written), self.enter():
-            for (way, device), some in by_way.items():
-                if not way or not self._gathered(known, way, device, some, rows, at):
-                    self._bring(address, known.dim, some, rows, at)
-            for device in {target.device for target in written if target.is_cuda}:
-                finish_stream(device)
-            increment_version(written)
+            try:
+                for (way, device), some in by_way.items():
+                    if not way or not self._gathered(known, way, device, some, rows, at):
+                        self._bring(address, known.dim, some, rows, at)
+            finally:  # of one that fails, too: nothing is written any more once that is known
+                for device in {target.device for target in written if target.is_cuda}:
+                    finish_stream(device)
+                increment_version(written)
         if self.lease is None and not self.last:
             return
         number = 0 if self.lease is None else self.lease._number
