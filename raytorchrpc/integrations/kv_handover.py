@@ -22,7 +22,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import check_fields
 from raytorchrpc.integrations.joined import Joined
-from raytorchrpc.patterns.regions.reading import read_here
+from raytorchrpc.patterns.regions.reading import expect_reads, read_here
 from raytorchrpc.process import locks, threads
 from raytorchrpc.process.workers import Workers
 
@@ -330,6 +330,8 @@ class Worker:
             queued.record(torch.cuda.current_stream(self._device))
         for hold in step.holds:
             self.holds.add(*hold)
+        if step.loads:
+            expect_reads(self._peer.group)
         for load in step.loads:
             with self._changed:
                 self.running += 1

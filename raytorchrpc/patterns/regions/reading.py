@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.member import LocalMember, current
+from raytorchrpc.calls.member import LocalMember, current, memberships
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
@@ -139,6 +139,19 @@ def read_here(member: Any, name: str, **options: Any) -> None:
     _begin(member, name, **options).run_here()
 
 
+def expect_reads(group: str) -> None:
+    """Threads of this process are about to read regions of a group: have Python switch between them quickly. To be
+    called by the thread that has the interpreter lock, and would hold up theirs.
+    """
+    for local in memberships(group):
+        _hurry(local)
+
+
+def _hurry(local: LocalMember) -> None:
+    if (interval := local.outgoing.interval) is not None and not interval.used:
+        interval.shorten()
+
+
 def _begin(
     member: Any,
     name: str,
@@ -152,6 +165,7 @@ def _begin(
 ) -> _Reading:
     group = lease._generation if lease is not None and group is None else group
     local, seconds = run(begin(timeout, member if current.members else None, group))
+    _hurry(local)
     owner, label = local.peers.route(member).member, f"region {name!r}"
     targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
     if any(not isinstance(tensor, torch.Tensor) for tensor in targets.values()):
