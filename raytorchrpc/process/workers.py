@@ -128,23 +128,23 @@ class _Shared(Generic[T]):
 
     def _forget(self) -> None:
         self._lock, self._users = Lock(), 0
-        self._it: T | None = None
+        self._made: T | None = None
 
     def enter(self) -> T:
         """For one user more. Raises ThreadShortage."""
         with self._lock:
-            self._it = self._make() if self._it is None else self._it
+            self._made = self._make() if self._made is None else self._made
             self._users += 1
-            return self._it
+            return self._made
 
-    def leave(self, it: T) -> None:
+    def leave(self, made: T) -> None:
         """For one user less of what ``enter`` returned."""
         with self._lock:
-            if self._it is it:
+            if self._made is made:
                 self._users -= 1
                 if not self._users:
-                    self._it = None
-                    self._end(it)
+                    self._made = None
+                    self._end(made)
 
 
 class _Deadline:
@@ -258,11 +258,11 @@ class _Cleanup:
 
     def __init__(self) -> None:
         """Raises ThreadShortage."""
-        self.left = queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]] | None]()
+        self.tasks = queue.SimpleQueue[tuple[DeferredCleanup, Callable[..., object], tuple[Any, ...]] | None]()
         threads.start(threads.serve, self._do_next, "the cleanup of finalizers", name="raytorchrpc-cleanup")
 
     def _do_next(self) -> bool:
-        task = self.left.get()
+        task = self.tasks.get()
         if task is None:
             return False
         owner, function, args = task
@@ -271,7 +271,7 @@ class _Cleanup:
         return True
 
     def end(self) -> None:
-        self.left.put(None)
+        self.tasks.put(None)
 
 
 _cleanup = _Shared(_Cleanup, _Cleanup.end)
@@ -293,7 +293,7 @@ class DeferredCleanup:
     def leave(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` soon, but not after ``stop``. Takes no lock. Its exceptions are logged."""
         if not self.stopped:
-            self._cleanup.left.put((self, function, args))
+            self._cleanup.tasks.put((self, function, args))
 
     def stop(self) -> None:
         """Run nothing more. Idempotent."""
