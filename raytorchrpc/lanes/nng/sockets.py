@@ -120,7 +120,7 @@ class PairSocket:
             self.close()
             if isinstance(error, pynng.NNGException):  # no descriptor left, or no memory
                 number = errno.EMFILE if error.errno == lib.NNG_ENOFILES else errno.ENOMEM
-                raise OSError(number, f"nng: {str(error).lower()}") from error
+                raise OSError(number, f"{os.strerror(number)} (nng)") from error
             raise
 
     def _begin(self, sock: socket.socket, deadline: float) -> None:
