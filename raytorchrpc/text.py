@@ -36,6 +36,8 @@ _MUST = {
     "less_than": "be less than {lt}",
     "less_than_equal": "be at most {le}",
     "literal_error": "be {expected}",
+    "string_pattern_mismatch": "match {pattern}",
+    "string_too_long": "have at most {max_length} characters",
 }
 
 #: Columns where the output is no terminal, and the most that running text takes.

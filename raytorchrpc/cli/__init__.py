@@ -12,7 +12,7 @@ def main() -> None:
 
         from raytorchrpc.cli.app import app
     except ModuleNotFoundError as error:
-        if error.name not in {"click", "rich", "typer"}:
+        if error.name not in {"click", "rich", "typer", "yaml"}:
             raise
         sys.exit(f"raytorchrpc: the command line needs {error.name}: pip install '.[cli]' in a checkout")
     app()

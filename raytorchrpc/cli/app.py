@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
+from inspect import Parameter, Signature
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
-from raytorchrpc import __version__
+from raytorchrpc import __version__, manifest
 
 
 def _option(metavar: str, text: str, *names: str, **limits: Any) -> Any:
@@ -29,29 +28,8 @@ def _reported(command: str) -> Iterator[None]:
     except BrokenPipeError:
         raise  # typer ends the command, without a word
     except (RayTorchRpcError, OSError) as error:
-        typer.echo(f"raytorchrpc {command}: {error}", err=True)
+        typer.echo(f"raytorchrpc {command}: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
-
-
-class _WithoutTypes:
-    """Shows flags and arguments without a type in the help."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for param in params:
-            if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""  # recent releases of typer show <bool> otherwise
-            if param.param_type_name == "argument":
-                param.display_type_rich = lambda ctx: None  # and <str> beside the name of an argument
-        return params
-
-
-class Command(_WithoutTypes, TyperCommand):
-    """A command."""
-
-
-class Group(_WithoutTypes, TyperGroup):
-    """A command with commands of its own."""
 
 
 _AddressOrLocal = Annotated[
@@ -66,7 +44,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    cls=Group,
+    rich_markup_mode=None,  # plain text
 )
 
 
@@ -85,7 +63,7 @@ def options(
     """Ray actors that call each other directly; tensors cross by shared memory, NVLink, RDMA or TCP."""
 
 
-@app.command(cls=Command)
+@app.command()
 def demo(
     workers: Annotated[int, _option("N", "Number of worker actors.", min=1)] = 2,
     target: Annotated[float, _option("SHARE", "Test accuracy to reach.", min=0.0, max=1.0)] = 0.95,
@@ -94,14 +72,15 @@ def demo(
     address: _AddressOrLocal = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
-    """Train a classifier with direct calls between Ray actors, then time the same calls through Ray."""
+    """Train a classifier with direct calls between Ray actors. Then time the same calls through Ray."""
     given = {name: value for name, value in locals().items() if name != "quick"}
     from raytorchrpc.cli.demo import run  # here, as in each command: the others do not need it
 
-    run(**given, exchanges=50 if quick else 200)
+    with _reported("demo"):
+        run(**given, exchanges=50 if quick else 200)
 
 
-@app.command(cls=Command)
+@app.command()
 def bench(
     pattern: Annotated[
         list[str] | None,
@@ -139,7 +118,9 @@ def bench(
         list[Path] | None, _option("FILE", "Show results of --json instead of measuring; repeatable.", "--from")
     ] = None,
 ) -> None:
-    """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries.
+    """Time every transport between two actors.
+
+    These are raytorchrpc's lanes, Ray's transports and bare libraries.
 
     Exits with 0, with 2 for options that cannot work, or with 1 if the run fails.
     """
@@ -150,7 +131,7 @@ def bench(
         run(**given)
 
 
-@app.command(cls=Command)
+@app.command()
 def doctor(
     cluster: Annotated[bool, typer.Option("--cluster", help="Examine every node of a Ray cluster.")] = False,
     address: _Address = None,
@@ -164,14 +145,17 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as problems.")] = False,
     timeout_s: Annotated[float, _option("SECONDS", "How long to wait for nodes and actors.", "--timeout")] = 60.0,
 ) -> None:
-    """Report what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
+    """Report what this machine means for the lanes, and what to do.
+
+    It examines GPUs, RDMA adapters, limits and software.
+    """
     given = dict(locals())
     from raytorchrpc.doctor.command import run
 
     raise typer.Exit(run(**given))
 
 
-@app.command(cls=Command)
+@app.command()
 def top(
     address: _Address = None,
     group: Annotated[str | None, _option("NAME", "Show only groups of this name.")] = None,
@@ -179,14 +163,15 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
-    """Show a cluster's groups live: calls by pair, lane and method, queues, weights, and lost members."""
+    """Show a cluster's groups live. Calls by pair, lane and method, queues, weights, and lost members."""
     given = dict(locals())
     from raytorchrpc.cli.top import run
 
-    raise typer.Exit(run(**given))
+    with _reported("top"):
+        run(**given)
 
 
-@app.command(cls=Command)
+@app.command()
 def dashboard() -> None:
     """Print a dashboard for Ray's Grafana, as JSON to import there."""
     import json
@@ -196,61 +181,45 @@ def dashboard() -> None:
     typer.echo(json.dumps(build(), indent=1))
 
 
-manifest = typer.Typer(help="Write Kubernetes manifests for KubeRay.", no_args_is_help=True, cls=Group)
-app.add_typer(manifest, name="manifest")
+manifests = typer.Typer(help="Write Kubernetes manifests for KubeRay.", no_args_is_help=True)
+app.add_typer(manifests, name="manifest")
+_Output = Annotated[Path | None, _option("FILE", "File to write; default: print it.")]
 
 
-@manifest.command(cls=Command)
-def raycluster(
-    image: Annotated[str, _option("IMAGE", "Container image with raytorchrpc, torch and Ray.", "--image")],
-    name: Annotated[str, _option("NAME", "Name of the job or cluster.")] = "raytorchrpc",
-    namespace: Annotated[str, _option("NAME", "Kubernetes namespace.")] = "default",
-    ray_version: Annotated[
-        str | None, _option("VERSION", "Ray's version in the image; default: the installed one.")
-    ] = None,
-    workers: Annotated[int, _option("N", "Number of worker pods, besides the head.")] = 2,
-    gpus: Annotated[int, _option("N", "GPUs per worker.")] = 0,
-    cpus: Annotated[int, _option("N", "CPUs per worker.")] = 8,
-    memory: Annotated[str, _option("SIZE", "Memory per worker, including /dev/shm.")] = "32Gi",
-    shm: Annotated[str, _option("SIZE", "Size of /dev/shm per worker; counts as its memory.")] = "8Gi",
-    rdma_resource: Annotated[
-        str | None, _option("NAME", "The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")
-    ] = None,
-    rdma_count: Annotated[int, _option("N", "RDMA resources per worker.")] = 1,
-    host_network: Annotated[bool, typer.Option("--host-network", help="Workers use the node's network.")] = False,
-    non_root: Annotated[
-        bool, typer.Option("--non-root", help="With RDMA: keep the image's user; see docs/kubernetes.md.")
-    ] = False,
-    auth: Annotated[str, _option("NAME", "Ray's authentication: token or disabled.")] = "token",
-    env: Annotated[list[str] | None, _option("NAME=VALUE", "Variable for every pod; repeatable.")] = None,
-    output: Annotated[Path | None, _option("FILE", "File to write; default: print it.")] = None,
-) -> None:
-    """Write a RayCluster, to which jobs are submitted."""
-    _write("raycluster", dict(locals()))
+def _add_manifest(options: type[manifest.ClusterOptions], about: str) -> None:
+    """Add the command that writes a manifest of these options, with an option for each of their fields."""
+    kind = options.kind.lower()
+
+    def write(*, output: Path | None, **values: Any) -> None:
+        with _reported(f"manifest {kind}"):
+            text = manifest.to_yaml(options(**{name: value for name, value in values.items() if value is not None}))
+            if output is None:
+                typer.echo(text, nl=False)
+            else:
+                output.write_text(text)
+
+    parameters = []
+    for name, field in options.model_fields.items():
+        given_as = str if get_origin(field.annotation) is Literal else field.annotation  # the model's error is one line
+        option = _option(field.title or "", field.description or "", f"--{name.replace('_', '-')}")
+        default = Parameter.empty if field.is_required() else None if field.default_factory else field.default
+        parameters.append(
+            Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[given_as, option])
+        )
+    parameters.append(Parameter("output", Parameter.KEYWORD_ONLY, default=None, annotation=_Output))
+    write.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    manifests.command(kind, help=about)(write)
 
 
-def rayjob(
-    entrypoint: Annotated[str, _option("COMMAND", "The command, as for `ray job submit`.")],
-    **more: Any,
-) -> None:
-    """Write a RayJob: one command on a cluster of its own, which ends with it."""
-    _write("rayjob", {"entrypoint": entrypoint, **more})
+_add_manifest(manifest.ClusterOptions, "Write a RayCluster, to which jobs are submitted.")
+_add_manifest(manifest.JobOptions, "Write a RayJob: one command on a cluster of its own. The cluster ends with it.")
 
 
-# typer takes the options from the signature: those of the cluster, and the command.
-_own, _cluster = signature(rayjob, eval_str=True), signature(raycluster, eval_str=True)
-_image, *_others = _cluster.parameters.values()
-rayjob.__signature__ = _cluster.replace(  # type: ignore[attr-defined]
-    parameters=[_image, _own.parameters["entrypoint"], *_others]
-)
-manifest.command(cls=Command)(rayjob)
-
-
-examples = typer.Typer(help="List the examples, and copy one to start from.", no_args_is_help=True, cls=Group)
+examples = typer.Typer(help="List the examples, and copy one to start from.", no_args_is_help=True)
 app.add_typer(examples, name="examples")
 
 
-@examples.command("list", cls=Command)
+@examples.command("list")
 def list_examples() -> None:
     """List the examples that come with the package."""
     from textwrap import fill
@@ -263,7 +232,7 @@ def list_examples() -> None:
         typer.echo(fill(shows, terminal_columns(), initial_indent=head, subsequent_indent=" " * len(head)))
 
 
-@examples.command(cls=Command)
+@examples.command()
 def copy(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As `raytorchrpc examples list` shows it.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to put it; made if need be.")] = Path("."),
@@ -277,25 +246,3 @@ def copy(
     if copied.is_dir():  # run there, it writes its files there
         folder, command = copied, command.replace(f"{example.file}/", "")
     typer.echo(f"copied to {copied}; next:\n\n    cd {quote(str(folder))}\n    {command}")
-
-
-def _write(kind: str, values: dict[str, Any]) -> None:
-    from importlib.metadata import version
-
-    from raytorchrpc.errors import ConfigurationError
-    from raytorchrpc.manifest import ClusterOptions, JobOptions, ray_cluster, ray_job, to_yaml
-
-    output: Path | None = values.pop("output")
-    values["root"] = not values.pop("non_root")
-    values["ray_version"] = values["ray_version"] or version("ray")  # importing it takes longer than all else
-    pairs = values.pop("env") or []
-    with _reported(f"manifest {kind}"):
-        if bad := [pair for pair in pairs if "=" not in pair]:
-            raise ConfigurationError(f"env: {bad[0]!r} is not NAME=VALUE")
-        values["env"] = dict(pair.split("=", 1) for pair in pairs)
-        options = JobOptions(**values) if kind == "rayjob" else ClusterOptions(**values)
-        text = to_yaml(ray_job(options) if isinstance(options, JobOptions) else ray_cluster(options), options)
-        if output is None:
-            typer.echo(text, nl=False)
-        else:
-            output.write_text(text)

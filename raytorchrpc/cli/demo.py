@@ -5,28 +5,26 @@ from __future__ import annotations
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-import typer
 from ray.exceptions import RayError
 
 from raytorchrpc.cli.examples import folder
-from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.process.ray_session import ray_session
 
 
 def run(*, address: str | None, workers: int, target: float, **options: Any) -> None:
     """Train, then show the routes of the calls and their cost.
 
-    Raises typer.Exit with code 1, and prints the reason on stderr, if Ray is missing or the target accuracy is not
-    reached.
+    Raises RayTorchRpcError if Ray fails or the target accuracy is not reached.
     """
     try:
         with ray_session(address, cpus=workers + 1):
             final = _program().run(workers=workers, target=target, **options)
-    except (RayTorchRpcError, RayError) as error:
-        raise _failure(str(error)) from error
+    except RayError as error:
+        raise BootstrapError(str(error)) from error
     if final.accuracy < target:
         reached = f"test accuracy {final.accuracy:.1%} after {final.steps} steps"
-        raise _failure(f"{reached}, below the target of {target:.1%}")
+        raise RayTorchRpcError(f"{reached}, below the target of {target:.1%}")
 
 
 def _program() -> Any:
@@ -36,8 +34,3 @@ def _program() -> Any:
     program = module_from_spec(spec)
     spec.loader.exec_module(program)
     return program
-
-
-def _failure(reason: str) -> typer.Exit:
-    typer.echo(f"raytorchrpc demo: {reason}", err=True)
-    return typer.Exit(1)

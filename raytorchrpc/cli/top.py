@@ -7,12 +7,12 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, TextIO
 
 from raytorchrpc.calls.metrics import GroupStats
-from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.status import PERIOD_S, ClusterWatch, GroupStatus
 from raytorchrpc.process.ray_session import running_cluster
 from raytorchrpc.text import paragraph, terminal_columns
@@ -29,20 +29,13 @@ class Update(NamedTuple):
     seconds: float = 0.0
 
 
-def run(*, address: str | None, group: str | None, interval_s: float, once: bool, as_json: bool) -> int:
-    """Show until Ctrl-C, or once. Returns the exit code: 0, or 2 with one line on stderr."""
-    try:
-        if not 0.1 <= interval_s < math.inf:
-            raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
-        out = sys.stdout
-        with running_cluster(address):
-            _show(out, group, interval_s, once, as_json)
-    except RayTorchRpcError as error:
-        print(f"raytorchrpc top: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        pass
-    return 0
+def run(*, address: str | None, group: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+    """Show until Ctrl-C, or once. Raises ConfigurationError for a bad interval, no cluster and an unknown group."""
+    if not 0.1 <= interval_s < math.inf:
+        raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
+    out = sys.stdout
+    with suppress(KeyboardInterrupt), running_cluster(address):
+        _show(out, group, interval_s, once, as_json)
 
 
 def _show(out: TextIO, name: str | None, interval_s: float, once: bool, as_json: bool) -> None:

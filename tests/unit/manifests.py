@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytorchrpc.manifest import ClusterOptions, JobOptions, ray_cluster, ray_job
+from raytorchrpc.manifest import ClusterOptions, JobOptions, build
 
 IMAGE = "registry.example/team/raytorchrpc:1.0"
 BASE: dict[str, Any] = {"name": "train", "image": IMAGE, "ray_version": "2.60.0"}
@@ -14,8 +14,8 @@ RDMA: dict[str, Any] = {"gpus": 8, "rdma_resource": "rdma/hca_shared_devices_a",
 def everything(kind: str) -> list[dict[str, Any]]:
     """Manifests that have, together, every field that one can have."""
     if kind == "RayCluster":
-        return [ray_cluster(ClusterOptions(**BASE, **more)) for more in ({}, RDMA)]
-    return [ray_job(JobOptions(**BASE, entrypoint="python train.py", **more)) for more in ({}, RDMA)]
+        return [build(ClusterOptions(**BASE, **more)) for more in ({}, RDMA)]
+    return [build(JobOptions(**BASE, entrypoint="python train.py", **more)) for more in ({}, RDMA)]
 
 
 #: File in examples -> the command that writes it.

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from raytorchrpc.manifest import ClusterOptions, JobOptions, bytes_of, ray_cluster, ray_job, to_yaml
+from raytorchrpc.manifest import ClusterOptions, JobOptions, build, to_yaml
 from raytorchrpc.runtime_env import DEFAULTS
 from tests.unit import command_line
 from tests.unit.manifests import BASE, IMAGE, RDMA, SAMPLES, everything
@@ -44,8 +44,8 @@ def test_what_is_made_fits_the_schema_and_survives_yaml(kind: str) -> None:
     for manifest in everything(kind):
         check(manifest)
         assert manifest["kind"] == kind
-        options = JobOptions(**JOB) if kind == "RayJob" else ClusterOptions(**BASE)
-        assert yaml.safe_load(to_yaml(manifest, options)) == manifest
+    options = JobOptions(**JOB) if kind == "RayJob" else ClusterOptions(**BASE)
+    assert yaml.safe_load(to_yaml(options)) == build(options)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_made_fits_the_schema_and_survives_yaml(kind: str) -> None:
 )
 def test_the_schema_refuses_what_kuberay_would(path: list[Any], value: Any) -> None:
     """Else the test above could not fail."""
-    manifest: Any = json.loads(json.dumps(ray_job(JobOptions(**JOB))))
+    manifest: Any = json.loads(json.dumps(build(JobOptions(**JOB))))
     place = manifest
     for key in path[:-1]:
         place = place[key]
@@ -70,7 +70,7 @@ def test_the_schema_refuses_what_kuberay_would(path: list[Any], value: Any) -> N
 
 
 def test_a_worker_with_rdma() -> None:
-    pod, container = worker(ray_job(JobOptions(**JOB, **RDMA)))
+    pod, container = worker(build(JobOptions(**JOB, **RDMA)))
     resources = container["resources"]
     assert resources["limits"] == resources["requests"]
     assert resources["limits"]["rdma/hca_shared_devices_a"] == "2" and resources["limits"]["nvidia.com/gpu"] == "8"
@@ -79,41 +79,40 @@ def test_a_worker_with_rdma() -> None:
 
 
 def test_shared_memory_is_memory_and_has_room_for_the_object_store() -> None:
-    manifest = ray_cluster(ClusterOptions(**BASE, memory="64Gi", shm="16Gi"))
+    manifest = build(ClusterOptions(**BASE, memory="64Gi", shm="16Gi"))
     pod, container = worker(manifest)
     assert container["volumeMounts"] == [{"name": "dshm", "mountPath": "/dev/shm"}]
     assert pod["volumes"] == [{"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}]
     assert container["resources"]["limits"]["memory"] == "64Gi"
     parameters = manifest["spec"]["workerGroupSpecs"][0]["rayStartParams"]
-    assert 0 < int(parameters["object-store-memory"]) < bytes_of("16Gi")
+    assert 0 < int(parameters["object-store-memory"]) < 16 << 30
 
 
 def test_without_rdma_nothing_asks_for_privileges() -> None:
-    pod, container = worker(ray_cluster(ClusterOptions(**BASE)))
+    pod, container = worker(build(ClusterOptions(**BASE)))
     assert "securityContext" not in container and "hostNetwork" not in pod
     assert set(container["resources"]["limits"]) == {"cpu", "memory"}
 
 
 def test_another_user_than_root_is_told_what_rdma_needs() -> None:
-    options = ClusterOptions(**BASE, **RDMA, root=False)
-    manifest = ray_cluster(options)
-    assert worker(manifest)[1]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-    assert "LimitMEMLOCK=infinity" in to_yaml(manifest, options)
-    assert "LimitMEMLOCK" not in to_yaml(manifest, ClusterOptions(**BASE))
+    options = ClusterOptions(**BASE, **RDMA, non_root=True)
+    assert worker(build(options))[1]["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert "LimitMEMLOCK=infinity" in to_yaml(options)
+    assert "LimitMEMLOCK" not in to_yaml(ClusterOptions(**BASE))
 
 
 def test_the_environment_is_ours_unless_the_user_says_otherwise() -> None:
-    manifest = ray_cluster(ClusterOptions(**BASE, env={"IBV_FORK_SAFE": "0", "NCCL_DEBUG": "INFO"}))
+    manifest = build(ClusterOptions(**BASE, env=["IBV_FORK_SAFE=0", "NCCL_DEBUG=INFO"]))
     spec = manifest["spec"]
     for pod in (spec["headGroupSpec"]["template"]["spec"], worker(manifest)[0]):
         found = {variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]}
         assert found == {**DEFAULTS, "RAY_AUTH_MODE": "token", "IBV_FORK_SAFE": "0", "NCCL_DEBUG": "INFO"}
     assert spec["authOptions"] == {"mode": "token"}
-    assert ray_cluster(ClusterOptions(**BASE, auth="disabled"))["spec"]["authOptions"] == {"mode": "disabled"}
+    assert build(ClusterOptions(**BASE, auth="disabled"))["spec"]["authOptions"] == {"mode": "disabled"}
 
 
 def test_the_head_runs_no_actors_and_says_where_it_listens() -> None:
-    head = ray_job(JobOptions(**JOB))["spec"]["rayClusterSpec"]["headGroupSpec"]
+    head = build(JobOptions(**JOB))["spec"]["rayClusterSpec"]["headGroupSpec"]
     assert head["rayStartParams"]["num-cpus"] == "0"
     ports = {port["name"]: port["containerPort"] for port in head["template"]["spec"]["containers"][0]["ports"]}
     assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
@@ -124,23 +123,23 @@ def test_the_head_runs_no_actors_and_says_where_it_listens() -> None:
     [
         ("--workers -1", "workers=-1 must be at least 1"),
         ("--gpus -2", "gpus=-2 must be at least 0"),
-        ("--rdma-resource rdma", "rdma_resource: 'rdma' .*<domain>/<name>"),
+        ("--rdma-resource rdma", r"rdma_resource='rdma' must match \^.*/"),
         ("--rdma-resource nvidia.com/gpu", "rdma_resource: "),
         ("--rdma-resource rdma/ib --rdma-count 0", "rdma_count=0 must be at least 1"),
         ("--shm 64Gi", "shm 64Gi does not fit into memory 32Gi"),
         ("--shm 1Ki", "shm 1Ki is too little"),
-        ("--memory 12Q", "memory: '12Q' is not a size"),
+        ("--memory 12Q", "memory='12Q' must match"),
         ("--memory 100M", "memory 100M is too little"),
         ("--auth none", "auth='none' must be 'token' or 'disabled'"),
         ("--env RAY_AUTH_MODE=disabled", "env: .*--auth"),
         ("--env JUST_A_NAME", "env: 'JUST_A_NAME' is not NAME=VALUE"),
-        ("--env 1A=2", "env: '1A' is not a valid variable name"),
-        ("--name Train", "name: 'Train' is not a valid name"),
-        ("--name " + "a" * 54, "name: .*up to 53"),
-        ("--namespace a.b", "namespace: "),
-        ("--image ''", "image: '' is not an image"),
+        ("--env 1A=2", "env: '1A=2' is not NAME=VALUE"),
+        ("--name Train", "name='Train' must match"),
+        ("--name " + "a" * 54, "name=.* must have at most 53 characters"),
+        ("--namespace a.b", "namespace='a.b' must match"),
+        ("--image ''", "image='' must match"),
         ("--ray-version 2.48.0", "auth: .*needs Ray 2.52 or later, and here is 2.48.0: .*--auth disabled"),
-        ("--ray-version 2.9.0", "ray_version: '2.9.0' is not Ray 2.48.0 or later"),
+        ("--ray-version 2.9.0", "ray_version 2.9.0 is not Ray 2.48.0 or later"),
         ("--output /nonexistent/file.yaml", "/nonexistent/file.yaml"),
     ],
 )
@@ -153,7 +152,7 @@ def test_bad_input_gets_one_line_and_an_exit_code(words: str, message: str) -> N
 
 def test_a_job_needs_a_command() -> None:
     code, out, err = command("rayjob", "--image", IMAGE, "--entrypoint", " ")
-    assert (code, out, err) == (2, "", "raytorchrpc manifest rayjob: entrypoint: ' ' is not a command\n")
+    assert (code, out) == (2, "") and err.startswith("raytorchrpc manifest rayjob: entrypoint=' ' must match")
 
 
 @pytest.mark.parametrize("file", SAMPLES)
