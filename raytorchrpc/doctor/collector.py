@@ -3,7 +3,7 @@
 A tree (``--sysfs-root``) holds a machine's ``/proc``, ``/sys`` and ``/dev``. It provides the RDMA adapters, the GPUs'
 PCI addresses and BAR1 sizes, peer memory, the driver, the kernel, limits and capabilities (``proc/self/limits``,
 ``status``, ``uid_map``), the environment (``proc/self/environ``), NCCL's files, namespaces, and interfaces
-(``sys/class/net``) with the addresses in ``proc/net/if_inet6`` and GIDs. A file ``evidence.json`` at its top may add
+(``sys/class/net``) with the addresses of GIDs. A file ``evidence.json`` at its top may add
 what only a running process knows: a JSON object with any fields of ``Evidence``, and under ``endpoint`` any of
 ``Endpoint``, such as the ``evidence`` of an earlier ``--json``. Its values take precedence.
 """
@@ -20,12 +20,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 import torch
@@ -44,7 +43,6 @@ _RESOLVING_S = 5.0
 _NVIDIA = "0x10de"
 #: PCI classes of displays and 3D controllers, without the programming interface.
 _GPU_CLASSES = ("0x0300", "0x0302")
-_MAX_NVLINKS = 18
 
 
 # --- this machine ---------------------------------------------------------------------------------------------------
@@ -58,17 +56,16 @@ def gather(*, name: str = "", node_ip: str | None = None, wants_gpu: bool = True
     """
     node_ip = node_ip or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     endpoint = probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
-    files = _from_files(LIVE, os.environ)
-    cuda, nvml = cuda_works() if wants_gpu else None, ask_nvml()
     return Evidence(
+        **_from_files(LIVE, os.environ),
         endpoint=endpoint,
         hosts=hosts,
         cuda_driver=cuda_driver(),
-        nvml=nvml.state,
-        cuda_works=cuda,
-        links=links(endpoint.gpus, nvml),
+        nvml=find_spec("pynvml") is not None,
+        # None if this build of torch has no CUDA
+        cuda_works=bool(torch.cuda.is_available()) if wants_gpu and torch.version.cuda else None,
+        links=links(endpoint.gpus),
         own_addresses=_own_addresses(endpoint.hostname),
-        **{**files, "gpu_driver": files["gpu_driver"] or nvml.driver},
         shm_total_bytes=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         ray_version=ray.__version__,
         ray_jobs=all(map(find_spec, ("aiohttp", "aiohttp_cors"))),
@@ -80,32 +77,29 @@ def gather_from(root: Path) -> Evidence:
     """Examine a file tree. Raises ConfigurationError if it is not one, or if its ``evidence.json`` is invalid."""
     if not (root / "sys").is_dir() and not (root / "proc").is_dir():
         raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root must be a directory that holds them")
-    limit = _number(root / "proc/self/limits", "Max locked memory")
     facts = probe.file_facts(root)
     endpoint = Endpoint(
         **facts,
-        hostname=sysfs.read(root / "proc/sys/kernel/hostname") or "",
         pid=0,
-        uid=_number(root / "proc/self/status", "Uid:") or 0,
         node_ip="",
         interfaces=_interfaces(root, facts["hcas"]),
         gpus=from_files(root),
-        memlock_bytes=None if sysfs.may_lock_all(root) else limit,
         huge_pages="forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
         torch_version="",
         wants_gpu=True,
     )
-    evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment_of(root)))
+    evidence = Evidence(**_from_files(root, environment_of(root)), endpoint=endpoint, live=False)
     text = sysfs.read(root / "evidence.json")
     if text is None:
         return evidence
     try:
-        more = json.loads(text)
-        return evidence.merged({**more, "live": False})
-    except (ValueError, TypeError, AttributeError) as error:
-        why = error.errors()[0] if isinstance(error, ValidationError) else error
-        where = ".".join(map(str, why["loc"])) + f": {why['msg']}" if isinstance(why, dict) else why
-        raise ConfigurationError(f"{root / 'evidence.json'}: {where}") from error
+        return evidence.merged({**json.loads(text), "live": False})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise ConfigurationError(f"{root / 'evidence.json'}: {where}: {problem['msg']}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"{root / 'evidence.json'}: {error}") from error
 
 
 def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -118,7 +112,6 @@ def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:
         "gpu_files": tuple(n for n in sysfs.listing(root / "dev") if re.fullmatch(r"nvidia\d+", n)),
         "environment": {name: environ[name] for name in WATCHED if name in environ},
         "nccl": nccl_env.chosen_values(environ, root),
-        "may_lock_all": sysfs.may_lock_all(root),
     }
 
 
@@ -128,26 +121,17 @@ def environment_of(root: Path) -> dict[str, str]:
     return dict(entry.partition("=")[::2] for entry in text.split("\0") if "=" in entry)
 
 
-def _number(file: Path, name: str) -> int | None:
-    match = re.search(rf"^{name}\s*(\d+)", sysfs.read(file) or "", re.MULTILINE)
-    return int(match[1]) if match else None
-
-
 def _interfaces(root: Path, hcas: Sequence[Hca]) -> tuple[Interface, ...]:
-    addresses: dict[str, dict[str, None]] = {}
-    for gid in (gid for hca in hcas for port in hca.ports for gid in port.gids):
-        if gid.interface and gid.ipv4:
-            addresses.setdefault(gid.interface, {})[gid.ipv4] = None
-    for name, address in sysfs.ipv6_addresses(root):
-        addresses.setdefault(name, {})[address] = None
-    names = dict.fromkeys([*sysfs.listing(root / "sys/class/net"), *addresses])
+    """The interfaces in a tree. Files have no addresses but those of GIDs."""
+    gids = [gid for hca in hcas for port in hca.ports for gid in port.gids if gid.interface and gid.ipv4]
+    home = root / "sys/class/net"
     return tuple(
         Interface(
             name=name,
-            addresses=tuple(addresses.get(name, ())),
-            up=sysfs.read(root / "sys/class/net" / name / "operstate") != "down",
+            addresses=tuple(dict.fromkeys(str(gid.ipv4) for gid in gids if gid.interface == name)),
+            up=sysfs.read(home / name / "operstate") != "down",
         )
-        for name in names
+        for name in dict.fromkeys([*sysfs.listing(home), *(str(gid.interface) for gid in gids)])
     )
 
 
@@ -178,16 +162,6 @@ def _own_addresses(hostname: str) -> tuple[str, ...] | None:
 # --- GPUs, by the driver, torch and NVML ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Nvml:
-    """NVML's answers."""
-
-    state: Literal["used", "missing", "failed"] | None = None
-    driver: str | None = None
-    nvlinks: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By a GPU's UUID: PCI address of the other end, or ``switch`` -> number of active links."""
-
-
 def driver(root: Path) -> str | None:
     """The loaded kernel driver's version, or None."""
     text = sysfs.read(root / "proc/driver/nvidia/version") or ""
@@ -215,7 +189,6 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
     for index, address in enumerate(sysfs.listing(home)):
         text = sysfs.read(home / address / "information") or ""
         facts = dict(re.findall(r"^([^:\n]+):\s*(.*?)\s*$", text, re.MULTILINE))
-        device = root / "sys/bus/pci/devices" / address
         size = re.search(r"(\d+)GB", facts.get("Model", ""))
         gpus.append(
             Gpu(
@@ -223,18 +196,11 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
                 uuid=facts.get("GPU UUID", ""),
                 name=facts.get("Model", "NVIDIA GPU"),
                 memory_bytes=int(size[1]) * 10**9 if size else 0,
-                pci_bus_id=address,
-                bar1_bytes=sysfs.bar1_bytes(root, address),
-                resource1_present=(device / "resource1").exists() if device.exists() else None,
                 dma_buf=is_open,
+                **probe.pci_facts(root, address),
             )
         )
     return tuple(gpus)
-
-
-def cuda_works() -> bool | None:
-    """``torch.cuda.is_available()``; None if this build has no CUDA."""
-    return bool(torch.cuda.is_available()) if torch.version.cuda else None
 
 
 def cuda_driver() -> str | None:
@@ -248,60 +214,47 @@ def cuda_driver() -> str | None:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
-def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
+def links(gpus: tuple[Gpu, ...]) -> tuple[GpuLink, ...]:
     """The link of each pair of this process's GPUs."""
+    active = _nvlinks()
     pairs = []
     for a, b in combinations(gpus, 2):
-        active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
-        count = None if active is None else active.get(b.pci_bus_id or "", 0) + active.get("switch", 0)
+        of_a = active.get(a.uuid.removeprefix("GPU-"))
+        count = None if of_a is None else of_a[b.pci_bus_id or ""] + of_a["switch"]
         directions = (a.index, b.index), (b.index, a.index)
         peer = all(torch.cuda.can_device_access_peer(*way) for way in directions)
         pairs.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
     return tuple(pairs)
 
 
-def ask_nvml() -> Nvml:
-    """Query NVML through nvidia-ml-py, and shut it down again."""
+def _nvlinks() -> dict[str, Counter[str]]:
+    """By a GPU's UUID: PCI address of the other end, or ``switch`` -> number of active links.
+
+    Empty if NVML is not installed or has no driver here.
+    """
     try:
         import pynvml
     except ImportError:
-        return Nvml("missing")
-    try:
+        return {}
+    counts: dict[str, Counter[str]] = {}
+    with suppress(pynvml.NVMLError):  # no driver, or not in this container
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or not in this container
-        return Nvml("failed")
-    try:
-        version = _text(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        nvlinks = {_text(pynvml.nvmlDeviceGetUUID(h)).removeprefix("GPU-"): _nvlinks(pynvml, h) for h in handles}
-        return Nvml("used", version, nvlinks)
-    except pynvml.NVMLError:
-        return Nvml("failed")
-    finally:
+        for gpu in map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())):
+            of_gpu = counts[pynvml.nvmlDeviceGetUUID(gpu).removeprefix("GPU-")] = Counter()
+            for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+                with suppress(pynvml.NVMLError):  # fewer links than that, or a GPU without any
+                    if pynvml.nvmlDeviceGetNvLinkState(gpu, link):
+                        of_gpu[_other_end(pynvml, gpu, link)] += 1
         pynvml.nvmlShutdown()
-
-
-def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for link in range(_MAX_NVLINKS):
-        try:
-            if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                continue
-            remote = _text(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId).lower()
-        except pynvml.NVMLError:  # fewer links than that, or a GPU without any
-            continue
-        domain, _, rest = remote.partition(":")
-        try:
-            kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            switch = kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-        except (pynvml.NVMLError, AttributeError):
-            switch = False
-        counts["switch" if switch else f"{domain[-4:]}:{rest}"] += 1
     return counts
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)
+def _other_end(pynvml: Any, gpu: Any, link: int) -> str:
+    with suppress(pynvml.NVMLError):
+        if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(gpu, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+            return "switch"
+    # as sysfs spells it: with four digits of the domain
+    return str(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(gpu, link).busId).lower()[-len("0000:00:00.0") :]
 
 
 # --- other nodes and actors -----------------------------------------------------------------------------------------
@@ -344,16 +297,14 @@ def _live_nodes() -> dict[str, dict[str, Any]]:
 
 
 def _actor(name: str) -> Any:
-    namespace, _, own = name.rpartition("/")
-    with suppress(ValueError):
-        return ray.get_actor(own, namespace=namespace or None)
-    known = [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"] == own]
-    if not namespace and len(known) == 1:
-        return ray.get_actor(own, namespace=known[0]["namespace"])
-    if known:
-        names = ", ".join(f"{a['namespace']}/{a['name']}" for a in known)
-        raise ConfigurationError(f"no actor {name!r}; actors of that name: {names}")
-    raise ConfigurationError(f"no actor {name!r} (the actor needs a name: options(name=...))")
+    known = ray.util.list_named_actors(all_namespaces=True)
+    same = [a for a in known if name in (a["name"], f"{a['namespace']}/{a['name']}")]
+    if len(same) == 1:
+        return ray.get_actor(same[0]["name"], namespace=same[0]["namespace"])
+    own = name.rpartition("/")[2]
+    names = [f"{a['namespace']}/{a['name']}" for a in known if a["name"] == own]
+    hint = f"; actors of that name: {', '.join(names)}" if names else " (the actor needs a name: options(name=...))"
+    raise ConfigurationError(f"no actor {name!r}{hint}")
 
 
 def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> list[Evidence]:

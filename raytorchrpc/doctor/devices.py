@@ -25,7 +25,7 @@ def gpus(evidence: Evidence) -> Iterator[Finding]:
         yield _why_none(evidence)
         return
     yield _present(evidence)
-    if evidence.nvml == "missing":
+    if evidence.nvml is False:
         yield note(
             "gpu-nvml-missing",
             "nvidia-ml-py is not installed",

@@ -11,10 +11,7 @@ from pydantic import BaseModel
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: The environment variables that some rule reads; no others are collected.
-WATCHED = (
-    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "THP_MEM_ALLOC_ENABLE"),
-    *("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "RAY_AUTH_MODE", "KUBERNETES_SERVICE_HOST"),
-)
+WATCHED = ("CUDA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 class GpuLink(BaseModel, frozen=True, extra="forbid"):
@@ -24,7 +21,7 @@ class GpuLink(BaseModel, frozen=True, extra="forbid"):
     b: int
     """CUDA indices in this process."""
     nvlinks: int | None = None
-    """Active NVLinks to the other GPU, or to the switch between them; None = NVML was not queried."""
+    """Active NVLinks to the other GPU, or to the switch between them; None = NVML could not be queried."""
     peer_access: bool | None = None
     """Each can map the other's memory; None = unknown."""
 
@@ -45,8 +42,8 @@ class Evidence(BaseModel, frozen=True, extra="forbid"):
     """Version of the NVIDIA kernel driver; None = not loaded."""
     cuda_driver: str | None = None
     """Newest CUDA release that the driver supports."""
-    nvml: Literal["used", "missing", "failed"] | None = None
-    """Whether NVML could be queried; ``missing``: nvidia-ml-py is not installed."""
+    nvml: bool | None = None
+    """nvidia-ml-py is installed, by which NVLinks are counted; None = unknown."""
     pci_gpus: tuple[str, ...] = ()
     """PCI addresses of the machine's NVIDIA GPUs, including those outside this container."""
     gpu_files: tuple[str, ...] = ()
@@ -58,8 +55,6 @@ class Evidence(BaseModel, frozen=True, extra="forbid"):
     """Those of ``WATCHED`` that are set."""
     nccl: dict[str, str] = {}
     """NCCL's variables as it reads them, including its files."""
-    may_lock_all: bool | None = None
-    """The process has CAP_IPC_LOCK in the initial user namespace, where it counts."""
     shm_total_bytes: int | None = None
     """Size of /dev/shm; 0 = there is none, None = unknown."""
     own_addresses: tuple[str, ...] | None = None

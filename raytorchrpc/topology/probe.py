@@ -13,8 +13,10 @@ import os
 import platform
 import re
 import resource
-import socket
+import shutil
+from contextlib import suppress
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 from typing import Any, Literal
 
 from raytorchrpc._compat import nixl_package
@@ -59,13 +61,10 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
     return Endpoint(
         **file_facts(root),
         name=name,
-        hostname=socket.gethostname(),
         pid=os.getpid(),
-        uid=os.getuid(),
         node_ip=node_ip,
-        interfaces=_interfaces(root),
+        interfaces=_interfaces(),
         gpus=tuple(_gpu(root, index) for index in range(gpus)),
-        memlock_bytes=sysfs.memlock_bytes(root),
         huge_pages=_huge_pages(root),
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
@@ -79,13 +78,29 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
 
 def file_facts(root: Path) -> dict[str, Any]:
     """The fields of an ``Endpoint`` that are read in the same way from a machine and from a copy of its files."""
-    clients = f"{root}/sys/kernel/mm/memory_peers"
+    clients, shm = f"{root}/sys/kernel/mm/memory_peers", 0
+    with suppress(OSError):
+        shm = shutil.disk_usage(root / "dev/shm").free
     return {
+        "hostname": sysfs.read(root / "proc/sys/kernel/hostname") or "",
+        "uid": sysfs.number(root / "proc/self/status", "Uid:") or 0,
+        "memlock_bytes": sysfs.memlock_bytes(root),
         "boot_id": sysfs.read(root / "proc/sys/kernel/random/boot_id") or "",
         "namespaces": sysfs.namespaces(root),
         "hcas": tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
         "peer_memory": any(os.path.exists(f"{clients}/{client}/version") for client in _PEER_MEMORY_CLIENTS),
-        "shm_free_bytes": sysfs.shm_free_bytes(root),
+        "shm_free_bytes": shm,
+    }
+
+
+def pci_facts(root: Path, address: str) -> dict[str, Any]:
+    """The fields of a ``Gpu`` that are in the files of the PCI device at this address."""
+    device = root / "sys/bus/pci/devices" / address
+    return {
+        "pci_bus_id": address,
+        "path": sysfs.device_path(device),
+        "bar1_bytes": sysfs.bar1_bytes(device),
+        "resource1_present": (device / "resource1").exists() if device.exists() else None,
     }
 
 
@@ -103,13 +118,23 @@ def tensorpipe_backends() -> tuple[tuple[str, ...], tuple[str, ...]]:
     )
 
 
-def _interfaces(root: Path) -> tuple[Interface, ...]:
+def _interfaces() -> tuple[Interface, ...]:
+    import psutil
+
     addresses: dict[str, list[str]] = {}
-    for interface, address in sysfs.ipv4_addresses() + sysfs.ipv6_addresses(root):
-        addresses.setdefault(interface, []).append(address)
+    for label, listed in psutil.net_if_addrs().items():
+        known = addresses.setdefault(label.partition(":")[0], [])  # the label eth0:1 belongs to the interface eth0
+        known += [each.address.partition("%")[0] for each in listed if each.family in (AF_INET, AF_INET6)]
+    flags: dict[str, str] = {}
+    with suppress(OSError):
+        flags = {name: state.flags for name, state in psutil.net_if_stats().items()}
     return tuple(
-        Interface(name=name, addresses=tuple(addresses.get(name, ())), up=up)
-        for name, up in sysfs.interfaces_up().items()
+        Interface(
+            name=name,
+            addresses=tuple(sorted(known, key=lambda address: ":" in address)),
+            up="up" in flags.get(name, "up").split(","),
+        )
+        for name, known in addresses.items()
     )
 
 
@@ -150,17 +175,13 @@ def _gpu(root: Path, index: int) -> Gpu:
     bus, slot = getattr(properties, "pci_bus_id", None), getattr(properties, "pci_device_id", None)
     if bus is not None and slot is not None:
         bdf = f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{slot:02x}.0"
-    device = root / "sys/bus/pci/devices" / bdf if bdf else None
     return Gpu(
         index=index,
         uuid=str(getattr(properties, "uuid", "")),
         name=properties.name,
         memory_bytes=properties.total_memory,
-        pci_bus_id=bdf,
-        path=sysfs.device_path(device) if device else None,
-        bar1_bytes=sysfs.bar1_bytes(root, bdf) if bdf else None,
-        resource1_present=(device / "resource1").exists() if device and device.exists() else None,
         dma_buf=_dma_buf(index),
+        **(pci_facts(root, bdf) if bdf else {}),
     )
 
 

@@ -1,26 +1,16 @@
-"""Readers of /proc, /sys and the kernel's interface table. None of them raises if something is missing.
+"""Readers of /proc and /sys. None of them raises if something is missing.
 
-Every function that reads files takes ``root``, so that a test can pass a directory of its own.
+Every function takes a path or ``root``, so that it also reads a copy of a machine's files.
 """
 
 from __future__ import annotations
 
-import array
-import fcntl
-import ipaddress
 import os
 import re
-import resource
-import socket
-import struct
 from pathlib import Path
 
 NAMESPACES = ("pid", "net", "ipc", "mnt", "user")
 
-_SIOCGIFCONF = 0x8912
-_SIOCGIFFLAGS = 0x8913
-_IFF_UP = 0x1
-_IFREQ_BYTES = 40  # struct ifreq on 64-bit Linux
 _CAP_IPC_LOCK = 14
 _EVERY_UID = 4294967295
 
@@ -57,33 +47,23 @@ def namespaces(root: Path) -> dict[str, str]:
     return {kind: inode for kind, inode in inodes.items() if inode}
 
 
+def number(file: Path, name: str) -> int | None:
+    """The first number behind ``name`` at the start of a line; None if there is none."""
+    match = re.search(rf"^{name}\s*(\d+)", read(file) or "", re.MULTILINE)
+    return int(match[1]) if match else None
+
+
 def memlock_bytes(root: Path) -> int | None:
     """Bytes this process may lock, as RDMA registration counts them; None = no limit.
 
     The kernel lifts the limit for CAP_IPC_LOCK only if the process holds it in the first user namespace: a container's
     root in a user namespace of its own has the bit, and the limit still applies.
     """
-    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY or may_lock_all(root):
-        return None
-    return soft
-
-
-def may_lock_all(root: Path) -> bool:
-    """Whether the process has CAP_IPC_LOCK in the first user namespace."""
-    status = read(root / "proc/self/status") or ""
-    match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", status, re.MULTILINE)
+    capabilities = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", read(root / "proc/self/status") or "", re.MULTILINE)
     uid_map = (read(root / "proc/self/uid_map") or "").split()
-    return bool(match and int(match[1], 16) >> _CAP_IPC_LOCK & 1 and uid_map == ["0", "0", str(_EVERY_UID)])
-
-
-def shm_free_bytes(root: Path) -> int:
-    """Free bytes of /dev/shm; 0 if there is none."""
-    try:
-        stat = os.statvfs(root / "dev/shm")
-    except OSError:
-        return 0
-    return stat.f_bavail * stat.f_frsize
+    if capabilities and int(capabilities[1], 16) >> _CAP_IPC_LOCK & 1 and uid_map == ["0", "0", str(_EVERY_UID)]:
+        return None
+    return number(root / "proc/self/limits", "Max locked memory")
 
 
 def huge_pages(root: Path) -> tuple[str, int]:
@@ -100,14 +80,14 @@ def device_path(device: Path) -> tuple[str, ...] | None:
     return (f"NUMA node {read(device / 'numa_node')}", *path.split("/")) if path.startswith("pci") else None
 
 
-def bar1_bytes(root: Path, bdf: str) -> int | None:
+def bar1_bytes(device: Path) -> int | None:
     """Size of a PCI device's second BAR (on NVIDIA GPUs the window onto device memory); None = unknown.
 
     A 64-bit BAR takes two lines of the file, the second one with zeros, so only non-zero lines count: the window is
     line 2 on an A100 and line 3 on an H200.
     """
     sizes = []
-    for line in (read(root / "sys/bus/pci/devices" / bdf / "resource") or "").splitlines()[:6]:
+    for line in (read(device / "resource") or "").splitlines()[:6]:
         try:
             start, end, _flags = (int(part, 16) for part in line.split())
         except ValueError:
@@ -115,55 +95,3 @@ def bar1_bytes(root: Path, bdf: str) -> int | None:
         if end > start:
             sizes.append(end - start + 1)
     return sizes[1] if len(sizes) > 1 else None
-
-
-def ipv4_addresses() -> list[tuple[str, str]]:
-    """(interface, address) for every IPv4 address of this network namespace, including secondary ones."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        room = 64
-        while True:
-            buffer = array.array("B", bytes(room * _IFREQ_BYTES))
-            request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, request)
-            except OSError:
-                return []
-            used = struct.unpack("iL", answer)[0]
-            if used < len(buffer):
-                break
-            room *= 2  # the kernel silently truncates the list to what fits
-    pairs = []
-    for start in range(0, used, _IFREQ_BYTES):
-        entry = buffer[start : start + _IFREQ_BYTES].tobytes()
-        label = entry[:16].split(b"\0", 1)[0].decode(errors="replace")
-        # An address label such as eth0:1 belongs to the interface eth0.
-        pairs.append((label.split(":", 1)[0], socket.inet_ntoa(entry[20:24])))
-    return pairs
-
-
-def ipv6_addresses(root: Path) -> list[tuple[str, str]]:
-    """(interface, address) for every IPv6 address, from /proc/net/if_inet6."""
-    pairs = []
-    for line in (read(root / "proc/net/if_inet6") or "").splitlines():
-        fields = line.split()
-        if len(fields) == 6 and len(fields[0]) == 32:
-            pairs.append((fields[5], str(ipaddress.IPv6Address(int(fields[0], 16)))))
-    return pairs
-
-
-def interfaces_up() -> dict[str, bool]:
-    """Every interface of this network namespace and whether it is administratively up."""
-    states: dict[str, bool] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            names = [name for _, name in socket.if_nameindex()]
-        except OSError:
-            return {}
-        for name in names:
-            try:
-                request = struct.pack("16sH22x", name.encode(), 0)
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, request)
-            except OSError:  # gone since it was listed
-                continue
-            states[name] = bool(struct.unpack("16sH22x", answer)[1] & _IFF_UP)
-    return states

@@ -89,7 +89,9 @@ def test_a_group_is_shown_by_top_in_a_process_of_its_own_and_can_be_traced(
         assert (code, out) == (2, "") and err.count("\n") == 1 and "no group 'absent'" in err
         process = top.start("--address", address, "--group", "seen", "--interval", "0.2")
         assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "group seen, 2 members, since it was formed\n"  # without a terminal, as `top | head` shows it
+        assert (
+            process.stdout.readline() == "group seen, 2 members, since it was formed\n"
+        )  # without a terminal, as `top | head` shows it
         process.stdout.close()
         assert process.wait(60) == 1 and "pipe" not in process.stderr.read()
         with rtr.get_group("seen").trace(tmp_path / "run.json") as trace:

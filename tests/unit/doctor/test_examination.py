@@ -152,18 +152,14 @@ class Nvml:
         pass
 
     NVML_NVLINK_DEVICE_TYPE_SWITCH = 2
-
-    def __init__(self) -> None:
-        self.open = 0
+    NVML_NVLINK_MAX_LINKS = 18
+    open = 0
 
     def nvmlInit(self) -> None:
         self.open += 1
 
     def nvmlShutdown(self) -> None:
         self.open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.65.06"
 
     def nvmlDeviceGetCount(self) -> int:
         return 2
@@ -180,26 +176,22 @@ class Nvml:
         return int(link != 6)  # the seventh is there, and down
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
-        other = a100s(2)[1 - handle].pci_bus_id
-        return SimpleNamespace(busId=f"0000{other}".upper().encode() if link < 2 else b"00000000:C4:00.0")
+        return SimpleNamespace(busId=f"0000{a100s(2)[1 - handle].pci_bus_id}".upper())
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:
-        return 0 if link < 2 else 2
+        if link == 0:
+            raise self.NVMLError("not supported")
+        return 0 if link == 1 else 2
 
 
-def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    answer = collector.ask_nvml()
-    assert (answer.state, answer.driver, fake.open) == ("used", "580.65.06", 0)
-    assert collector.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
-
-
-def test_without_nvml_cuda_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+@pytest.mark.parametrize(("nvml", "nvlinks"), [(Nvml(), 6), (None, None)])
+def test_nvml_counts_the_links_where_it_is_installed(
+    nvml: Any, nvlinks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
-    assert collector.links(a100s(2), collector.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
+    assert collector.links(a100s(2)) == (GpuLink(a=0, b=1, nvlinks=nvlinks, peer_access=False),)
+    assert nvml is None or nvml.open == 0
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
