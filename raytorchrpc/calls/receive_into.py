@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.payload import PendingTensors, joined, kinds, owned, read_into
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Arrived, Copies
 from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
-from raytorchrpc.tensors.dtypes import FREED, Shape, as_copyable, dense_obstacle, is_freed, unrecorded
+from raytorchrpc.tensors.dtypes import FREED, Shape, as_copyable, dense_obstacle, is_freed, unrecorded, written
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -41,12 +40,8 @@ class Receiver(ABC):
 
 def _read(body: Encoded, pending: Sequence[PendingTensors], copies: Copies) -> Arrived:
     """See ``read_into``. Autograd learns what the lanes write."""
-    filled = copies.filled
-    with unrecorded(filled):
-        try:
-            return read_into(body, pending, copies)
-        finally:
-            increment_version(filled)
+    with written(copies.filled):
+        return read_into(body, pending, copies)
 
 
 class Window(Receiver):

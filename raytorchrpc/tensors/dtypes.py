@@ -7,12 +7,13 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch.autograd.graph import increment_version
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from raytorchrpc._compat.torch_internals import make_resizable
@@ -39,6 +40,16 @@ _COPYABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor, with its strides, as a dtype that torch can copy (see UNCOPIED)."""
     return tensor.view(_COPYABLE[tensor.dtype.itemsize])
+
+
+@contextmanager
+def written(targets: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Write these tensors within, by their addresses: without autograd, which learns afterwards that they changed."""
+    with unrecorded(targets):
+        try:
+            yield
+        finally:
+            increment_version(targets)
 
 
 def unrecorded(targets: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
@@ -174,6 +185,19 @@ def collapse(
                 merged.pop()
         merged.append(inner)
     return merged.pop().extent, merged
+
+
+def spread(
+    dimensions: Iterable[Dimension], source: numpy.ndarray, target: numpy.ndarray
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Where the contiguous parts of regions begin that ``collapse`` found: for each region, that begins at these places
+    of the source and the target (bytes).
+    """
+    for extent, there, here in dimensions:
+        steps = numpy.arange(extent)
+        source = (source[:, None] + steps * there).ravel()
+        target = (target[:, None] + steps * here).ravel()
+    return source, target
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[int] | None = None) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch.autograd.graph import increment_version
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember, current, memberships
@@ -36,7 +35,7 @@ from raytorchrpc.patterns.regions.region import (
 )
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.cuda_streams import finish_stream, own_streams
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable, collapse, unrecorded
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable, collapse, spread, written
 
 #: Reads of one member at a time; others wait.
 _READS = 8
@@ -276,16 +275,15 @@ class _Reading:
             kind, device = move.entry.device_type, move.target.device
             way = kind if device.type == kind and kind in known.exposed else ""
             by_way.setdefault((way, device), []).append(move)
-        written = [move.target for move in moves]
-        with unrecorded(written), self.enter():
+        targets = [move.target for move in moves]
+        with written(targets), self.enter():
             try:
                 for (way, device), some in by_way.items():
                     if not way or not self._gathered(known, way, device, some, rows, at):
                         self._bring(address, known.dim, some, rows, at)
             finally:  # of one that fails, too: nothing is written any more once that is known
-                for device in {target.device for target in written if target.is_cuda}:
+                for device in {target.device for target in targets if target.is_cuda}:
                     finish_stream(device)
-                increment_version(written)
         if self.lease is None and not self.last:
             return
         number = 0 if self.lease is None else self.lease._number
@@ -374,17 +372,13 @@ def pieces_of(
         if 0 in inner[0]:
             continue
         width, dimensions = collapse(inner[0], itemsize, inner[1], inner[2])
-        source, target = rows * (there[dim] * itemsize), at * (here[dim] * itemsize)
-        for dimension in dimensions:
-            steps = numpy.arange(dimension.extent)
-            source = (source[:, None] + steps * dimension.source).ravel()
-            target = (target[:, None] + steps * dimension.target).ravel()
+        offsets, places = spread(dimensions, rows * (there[dim] * itemsize), at * (here[dim] * itemsize))
         begins = numpy.array(addresses, numpy.int64)
         pieces.append(
             Pieces(
-                numpy.repeat(numpy.array(numbers, numpy.int64), len(source)),
-                numpy.tile(source, len(numbers)),
-                (begins[:, None] + target).ravel(),
+                numpy.repeat(numpy.array(numbers, numpy.int64), len(offsets)),
+                numpy.tile(offsets, len(numbers)),
+                (begins[:, None] + places).ravel(),
                 width,
             )
         )

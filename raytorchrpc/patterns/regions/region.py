@@ -6,6 +6,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,7 +20,8 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeou
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
-from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound, RayTorchRpcError
+from raytorchrpc.errors import ConfigurationError, NotFound, RayTorchRpcError
+from raytorchrpc.patterns.exposed_memory import ExposedMemory
 from raytorchrpc.patterns.handle import checked_count
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.waits import once_ended
@@ -248,8 +250,7 @@ class ExposedRegion:
         self._leases: dict[int, Lease] = {}
         # Random, so that leases of an earlier process of this member are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
-        self._exposed: dict[tuple[str, str], Any] = {}
-        self._readers: set[str] = set()
+        self._memory = ExposedMemory(local, f"region {name!r}", self._tensors.values())
 
     def checked(self, rows: Rows | None) -> numpy.ndarray:
         return checked_rows(rows, self.rows, f"region {self.name!r}")
@@ -312,36 +313,19 @@ class ExposedRegion:
     def close(self, error: Exception) -> None:
         for lease in list(self._leases.values()):
             self.end(lease, "closed")
-        exposed, self._tensors, self._exposed = self._exposed, {}, {}
-        for (_, name), descriptor in exposed.items():
-            if (lane := self.local.tensor_lanes.get(name)) is not None:
-                lane.conceal(descriptor, self._readers)
+        self._tensors = {}
+        self._memory.end()
 
     # --- services ------------------------------------------------------------------------------------------------
 
     def describe(self, rank: int) -> Description:
         """What the region has, and how the member of that rank can read it."""
-        route = self.local.peers.route_back(rank)
-        beside = route.beside
-        self._readers.add(route.member.name)
-        by_type: dict[str, list[torch.Tensor]] = {}
-        entries = []
+        entries, numbers = [], Counter[str]()
         for name, tensor in self._tensors.items():
-            alike = by_type.setdefault(tensor.device.type, [])
-            shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-            entries.append(TensorEntry(name, DTYPE_NAMES[tensor.dtype], shape, strides, tensor.device.type, len(alike)))
-            alike.append(tensor)
-        exposed: dict[str, tuple[str, Any]] = {}
-        for kind, tensors in by_type.items():
-            name = beside.get(kind, "")
-            try:
-                if (kind, name) not in self._exposed and (lane := self.local.tensor_lanes.get(name)) is not None:
-                    self._exposed[kind, name] = lane.expose(tensors)
-            except LaneUnavailable as error:
-                self.local.payloads.warn(f"rows of region {self.name!r} go in messages, not in place", error.reason)
-            if (kind, name) in self._exposed:
-                exposed[kind] = name, self._exposed[kind, name]
-        return Description(self.instance_id, self._dim, tuple(entries), exposed)
+            kind, shape, strides = tensor.device.type, tuple(tensor.shape), tuple(tensor.stride())
+            entries.append(TensorEntry(name, DTYPE_NAMES[tensor.dtype], shape, strides, kind, numbers[kind]))
+            numbers[kind] += 1
+        return Description(self.instance_id, self._dim, tuple(entries), self._memory.describe(rank))
 
     def collect(self, names: Sequence[Any], rows: numpy.ndarray, on_cpu: bool) -> list[torch.Tensor]:
         """Copies of these rows of these tensors, ``on_cpu`` if they are to arrive there."""

@@ -17,6 +17,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import in_place
+from raytorchrpc.patterns.exposed_memory import ExposedMemory
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.waits import ReplyLock, Waits, once_ended
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
@@ -67,6 +68,7 @@ class VersionLease(NamedTuple):
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
     spans: tuple[Span, ...] | None = None  # with ``rows``: see ``Layout``
     is_lent: bool = False  # the reader has to ask at the end whether the tensors were still lent
+    exposed: tuple[str, Any] | None = None  # the lane that reads all tensors in place, by their places; its descriptor
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -249,6 +251,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         self.relays = RelayPlan()
         self._publishing = Turn()
         self._layout: Layout | None = None
+        self._exposed: dict[int, ExposedMemory] = {}
+        """Of versions that are lent in CPU memory: their tensors."""
         self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
     # --- publishing ----------------------------------------------------------------------------------------------
@@ -332,13 +336,19 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             memory = VersionMemory.lent(list(draft.tensors.values()))
             layout = self._layout_of(draft.tensors, draft.places, memory.spans)
             loan = Snapshot(version, layout, memory, [version] * len(memory.tensors), self.pool)
+            if all(tensor.is_cpu for tensor in memory.tensors):  # a GPU's memory comes with the lease
+                self._exposed[version] = ExposedMemory(self._local, f"{KIND} {self._name!r}", memory.tensors)
             self._add(loan, staged)
         return loan
 
     def end_loan(self, loan: Snapshot, patience_s: float) -> set[int]:
         """Take the tensors back; see ``take_back``. Older versions end too: no reader goes back to one."""
         self._retire(lambda number: number <= loan.version)
-        return self.take_back(loan, patience_s, loan.memory.tensors)
+        try:
+            return self.take_back(loan, patience_s, loan.memory.tensors)
+        finally:
+            if (exposed := self._exposed.pop(loan.version, None)) is not None:
+                exposed.end()
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -480,6 +490,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             turn = self.relays.take_turn(lease.version, *alike, caller)
             if turn is not None:
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
+        if lease.lease and (exposed := self._exposed.get(lease.version)) is not None:
+            return tuple(lease._replace(exposed=exposed.describe(caller).get("cpu"))), []
         if not lease.lease or device_type is None:
             return tuple(lease), []
         if lease.rows is not None:  # the numbers are of another layout

@@ -6,17 +6,19 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import numpy
 import torch
 
-from raytorchrpc.lanes.base import Copies, Copy, Target
+from raytorchrpc.lanes.base import Copies, Copy, Pieces, Target
 from raytorchrpc.patterns.weights.model_tensors import Targets, shadowed
 from raytorchrpc.patterns.weights.plan import Transfer, plan
-from raytorchrpc.patterns.weights.shards import Region
+from raytorchrpc.patterns.weights.shards import Region, strides_of
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.snapshots import Place
+from raytorchrpc.tensors.dtypes import collapse, spread
 
 #: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.
 IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
@@ -49,6 +51,11 @@ class Selection:
         if self._copies is None:
             self._copies = Copies(_copies(self.transfers, map(Target.of, self.targets)), self.targets)
         return self._copies
+
+    @property
+    def pieces(self) -> list[Pieces]:
+        """What to copy out of the tensors of an unconverted version, which lie anywhere."""
+        return self.copies.prepared("pieces", partial(_pieces, self.transfers, self.copies))
 
     def only(self, changed: Iterable[int] | None) -> Selection:
         """What it has of the tensors at these places; None: all."""
@@ -118,6 +125,26 @@ def _copies(transfers: Iterable[Transfer], targets: Iterable[Target]) -> list[Co
     return [
         Copy(first[conversion] + piece, target, offset, strides)
         for ((_, conversion), (_, _, strides), offset, *_, piece), target in zip(transfers, targets, strict=True)
+    ]
+
+
+def _pieces(transfers: Sequence[Transfer], copies: Iterable[Copy]) -> list[Pieces]:
+    by_width: dict[int, list[tuple[int, numpy.ndarray, numpy.ndarray]]] = {}
+    for ((place, _), (first, *_), *_), (_, target, _, strides) in zip(transfers, copies, strict=True):
+        assert target is not None
+        address, dtype, shape, goal, _ = target
+        if 0 not in shape:
+            width, dimensions = collapse(shape, dtype.itemsize, strides or strides_of(shape), goal)
+            begins = numpy.array([first * dtype.itemsize]), numpy.array([address])
+            by_width.setdefault(width, []).append((place, *spread(dimensions, *begins)))
+    return [
+        Pieces(
+            numpy.repeat([place for place, *_ in parts], [len(offsets) for _, offsets, _ in parts]),
+            numpy.concatenate([offsets for _, offsets, _ in parts]),
+            numpy.concatenate([addresses for *_, addresses in parts]),
+            width,
+        )
+        for width, parts in by_width.items()
     ]
 
 

@@ -144,8 +144,8 @@ class VersionMemory:
     def lent(cls, tensors: Sequence[torch.Tensor]) -> VersionMemory:
         """Use the program's own tensors, without autograd. One that is not contiguous is copied.
 
-        Peers can read those of one GPU in place: the storages that they have. Of CPU memory, lanes read only what they
-        have allocated.
+        Peers can read those of one GPU in place: the storages that they have. CPU memory, which lanes have not
+        allocated, is read by its addresses; see ``ExposedMemory``.
         """
         tensors = [tensor.contiguous() for tensor in tensors]
         on_devices = {tensor.device: tensor for tensor in tensors}

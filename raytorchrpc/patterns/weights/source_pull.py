@@ -13,7 +13,7 @@ import torch
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.peers import is_client
 from raytorchrpc.calls.receive_into import Window
-from raytorchrpc.errors import NotFound, PeerLost
+from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ChainedPull, HostTurn
@@ -22,6 +22,7 @@ from raytorchrpc.patterns.weights.published import VersionLease
 from raytorchrpc.patterns.weights.pull_plan import Selection, SourceCopies
 from raytorchrpc.patterns.weights.slices import KnownLayout
 from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
+from raytorchrpc.tensors.dtypes import written
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -35,6 +36,7 @@ class Way(Enum):
     NOTHING = "nothing has changed"
     OWN = "copied from this process's own snapshot"
     ARRIVED = "copied from memory that came with the lease"
+    IN_PLACE = "read out of lent tensors, by what the lease says where they lie"
     REQUESTED = "requested under the lease: deltas first, and then what comes whole"
 
 
@@ -133,6 +135,8 @@ class SourcePull:
             self._way = Way.OWN
         elif lease.memory.has_tensors and lease.device_type == (None if converts else self.planned.device_type):
             self._way = Way.ARRIVED
+        elif lease.leased.exposed is not None and self._is_in_place():
+            self._way, self._whole = Way.IN_PLACE, self.selection
         else:
             self._way = Way.REQUESTED
             lease.memory = Window()  # what came with the lease, if anything, is in another form
@@ -163,11 +167,35 @@ class SourcePull:
             case Way.ARRIVED:
                 self.lease.memory.make(selection.copies)
                 self._requests.count(self.home, selection.nbytes)
-            case Way.REQUESTED:
+            case Way.IN_PLACE if self._read_in_place():
+                self._requests.count(self.home, selection.nbytes)
+            case Way.IN_PLACE | Way.REQUESTED:
                 if self._deltas is not None:
                     self._deltas.receive()
                 self._receive_whole()
         self.lease.check()
+
+    def _is_in_place(self) -> bool:
+        """Whether to read the tensors where they lie, as no others of another host can hand them on."""
+        assert self.planned is not None
+        is_alike = not self.planned.converts and self.planned.device_type == "cpu"
+        return is_alike and not self._is_relayed(self.selection)
+
+    def _read_in_place(self) -> bool:
+        """Copy out of the home's tensors; False if this process cannot."""
+        assert self.leased.exposed is not None
+        (name, descriptor), selection = self.leased.exposed, self.selection
+        if (lane := self._local.tensor_lanes.get(name)) is None:
+            return False
+        try:
+            with written(selection.copies.filled):
+                lane.gather(self.home, descriptor, selection.pieces, torch.device("cpu"))
+        except LaneUnavailable as error:
+            store = self.lease.store
+            detour = f"{store.kind} {store.name!r} comes in messages from {self.home!r}, not by {name}"
+            self._local.payloads.warn(detour, error.reason)
+            return False
+        return True
 
     def _receive_whole(self) -> None:
         whole = self._whole

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights import conversions, snapshots
+from raytorchrpc.patterns.weights import conversions, published, snapshots
 from raytorchrpc.patterns.weights.snapshots import VersionMemory
+from tests.insides import needs_nixl
+from tests.polling import wait_until
 from tests.unit.members import TENSORS, Members, in_thread, serving
 
 PUBLISHERS = ("a", "b")
@@ -43,9 +47,14 @@ def pulled(members: Members, name: str, **options: Any) -> tuple[int, dict[str, 
         return rtr.WeightStore("w", home="home").pull(target, **options), target
 
 
-def lending(members: Members, values: dict[str, torch.Tensor], **options: Any) -> Any:
+@contextmanager
+def lending(members: Members, values: dict[str, torch.Tensor]) -> Iterator[int]:
     with members.acting("home"):
-        return rtr.WeightStore("w", home="home").lend(values, **options)
+        block = rtr.WeightStore("w", home="home").lend(values)
+        version = block.__enter__()
+    yield version
+    with members.acting("home"):
+        block.__exit__(None, None, None)
 
 
 def error_of(store: rtr.WeightStore, target: dict[str, torch.Tensor] | None = None, **options: Any) -> str:
@@ -314,10 +323,89 @@ def test_the_storages_of_a_model_are_the_pieces_that_peers_read() -> None:
         assert torch.equal(seen, tensor)
 
 
-@pytest.fixture
-def on_one_host() -> Iterator[Members]:
-    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": "shm"}) as made:
+@pytest.fixture(params=["shm", pytest.param("nixl", marks=needs_nixl)])
+def on_one_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    monkeypatch.setenv("UCX_TLS", "all")  # here is no RDMA
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": request.param}) as made:
         yield made
+
+
+@pytest.fixture
+def sends_no_tensors(on_one_host: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    for service in (published.TENSORS, published.PIECES):
+        monkeypatch.delitem(on_one_host.members["home"].incoming.services, service)
+
+
+@pytest.mark.usefixtures("sends_no_tensors")
+def test_lent_tensors_are_read_where_they_are(on_one_host: Members) -> None:
+    """Also rows and columns of them, and in pieces too large or too many for one system call."""
+    for value in (1, 2):  # the second pull uses the plan of the first
+        tensors = {
+            "whole": torch.arange(200.0).view(10, 20) * value,
+            "rows": torch.arange(80, dtype=torch.int16).view(8, 10) * value,
+            "columns": (torch.arange(60_000) * value).view(3000, 20).bfloat16(),
+            "bits": torch.full((7,), 0.5 * value).to(torch.float8_e4m3fn),
+            "scalar": torch.tensor(value),
+            "none": torch.empty(3, 0),
+            "large": torch.full((17 << 20,), float(value)),
+        }
+        half = torch.zeros(3000, 16, dtype=torch.bfloat16)
+        target: dict[str, Any] = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        target["whole"] = torch.nn.Parameter(torch.zeros(20, 10).T)
+        target["rows"] = rtr.Shard(torch.zeros(4, 10, dtype=torch.int16), (8, 10), (4, 0))
+        target["columns"] = rtr.Shard(half[:, 3:13], (3000, 20), (0, 10))
+        seen = target["whole"]._version
+        with lending(on_one_host, tensors) as version, on_one_host.acting("a"):
+            assert rtr.WeightStore("w", home="home").pull(target) == version == value
+        assert torch.equal(target["whole"].detach(), tensors["whole"]) and target["whole"]._version > seen
+        assert torch.equal(target["rows"].tensor, tensors["rows"][4:])
+        assert torch.equal(half[:, 3:13], tensors["columns"][:, 10:]) and not half[:, :3].any()
+        for name in ("bits", "scalar", "none", "large"):
+            assert torch.equal(target[name].double(), tensors[name].double()), name
+
+
+@pytest.mark.usefixtures("sends_no_tensors")
+def test_the_owner_of_lent_tensors_drops_them_after_the_loan(on_one_host: Members) -> None:
+    tensors = model(1)
+    watched = weakref.ref(tensors["b"].untyped_storage())
+    with lending(on_one_host, tensors):
+        assert pulled(on_one_host, "a")[0] == 1
+    del tensors
+    assert wait_until(lambda: gc.collect() >= 0 and watched() is None, LONG)
+
+
+def test_lent_tensors_that_may_not_be_read_in_place_come_in_messages(
+    on_one_host: Members, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise rtr.LaneUnavailable("it", "the kernel does not allow it")
+
+    for lane in on_one_host.members["a"].tensor_lanes.values():
+        monkeypatch.setattr(lane, "gather", refuse)
+    with lending(on_one_host, model(3)):
+        assert all(bool((tensor == 3).all()) for tensor in pulled(on_one_host, "a")[1].values())
+    assert "weight store 'w' comes in messages from 'home'" in caplog.text
+
+
+def test_a_reader_in_place_that_is_late_learns_that_it_may_be_torn(
+    on_one_host: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, go_on = threading.Event(), threading.Event()
+    for lane in on_one_host.members["a"].tensor_lanes.values():
+        gather = lane.gather
+        late = lambda *args, gather=gather: (begins.set(), go_on.wait(LONG), gather(*args))  # noqa: E731
+        monkeypatch.setattr(lane, "gather", late)
+    tensors = model(1)
+    with on_one_host.acting("home"):
+        block = rtr.WeightStore("w", home="home").lend(tensors, timeout=0.05)
+        block.__enter__()
+    with on_one_host.acting("a"):
+        slow = in_thread(lambda: error_of(rtr.WeightStore("w", home="home")))
+        assert begins.wait(LONG)
+    with on_one_host.acting("home"):
+        block.__exit__(None, None, None)
+    go_on.set()
+    assert "taken back version 1" in slow()
 
 
 def test_pieces_are_read_in_place(on_one_host: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,23 +418,19 @@ def test_pieces_are_read_in_place(on_one_host: Members, monkeypatch: pytest.Monk
 
     made = VersionMemory.lent
     monkeypatch.setattr(VersionMemory, "lent", lent)
+    monkeypatch.setattr(published, "ExposedMemory", lambda *_: None)
     with on_one_host.acting("home"):
         store = rtr.WeightStore("w", home="home")
     for value in (1.0, 2.0, 3.0):  # the second pull uses the plan of the first
         tensors = model(value)
         tensors["b"][3] = 7 * value
-        with on_one_host.acting("home"):
-            block = store.lend(tensors)
-            block.__enter__()
-        with on_one_host.acting("a"):
+        with lending(on_one_host, tensors), on_one_host.acting("a"):
             target = empty()
             assert store.pull(target) == value
             assert all(torch.equal(target[name], tensors[name]) for name in tensors)
             small = {"a": torch.zeros(3, 4, dtype=torch.float64), "b": torch.zeros(28)}
             store.pull(small, convert=True, strict=False)
             assert torch.equal(small["a"], tensors["a"].double()) and torch.equal(small["b"], tensors["b"])
-        with on_one_host.acting("home"):
-            block.__exit__(None, None, None)
 
 
 def test_a_store_that_copies_a_version_still_tells_the_one_before(
