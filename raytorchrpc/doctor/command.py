@@ -98,18 +98,17 @@ def _summary(report: Report) -> str:
 def _show_nccl(node: NodeReport) -> None:
     if node.nccl:
         print("NCCL:")
-    for name, value in node.nccl.items():
-        advised = "unset" if value.advised is None else value.advised
-        chosen = f"; set here: {value.chosen}" if value.chosen is not None else ""
-        job = "; set it for the whole job, in runtime_env" if value.whole_job and value.advised is not None else ""
-        _print(f"  {name}: {advised}  ({value.reason}{job}{chosen})")
+    for name, advice in node.nccl.items():
+        advised = "unset" if advice.value is None else advice.value
+        chosen = f"; set here: {own}" if (own := node.evidence.nccl.get(name)) is not None else ""
+        job = "; set it for the whole job, in runtime_env" if advice.both_ends and advice.value is not None else ""
+        _print(f"  {name}: {advised}  ({advice.reason}{job}{chosen})")
 
 
 def _show_findings(title: str, findings: Sequence[Finding]) -> None:
     print(f"\n{title}")
     for finding in sorted(findings, key=lambda finding: -LEVELS.index(finding.level)):
-        lanes = f" [{', '.join(finding.lanes)}]" if finding.lanes and finding.level != "ok" else ""
-        _print(f"  {finding.level:<8} {finding.id}: {finding.seen}{lanes}")
+        _print(f"  {finding.level:<8} {finding.id}: {finding.seen}")
         if finding.meaning:
             _print(f"           means: {finding.meaning}")
         if finding.remedy:

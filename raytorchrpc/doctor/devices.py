@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from raytorchrpc.doctor.report import Evidence, Finding, NcclValue, finding, note, ok, problem, some, warning
+from raytorchrpc.doctor.report import Evidence, Finding, finding, note, ok, problem, some, warning
 from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 from raytorchrpc.topology.rdma import usable_ports
@@ -223,7 +223,6 @@ def _ports(endpoint: Endpoint, usable: bool) -> Iterator[Finding]:
             f"port 1 of the first adapter, {first.name}, is {port.state}",
             f"TensorPipe opens only the first adapter, so torchrpc uses TCP; {rest}",
             f"bring the link up, or expose only working adapters to the container{nixl}",
-            lanes=("torchrpc",) if usable else None,
         )
     others = [hca for hca in endpoint.hcas[1:] if hca.ports and hca.driver != "efa"]
     down = [hca.name for hca in others if all(port.state != "ACTIVE" for port in hca.ports)]
@@ -283,22 +282,16 @@ def _gpudirect(endpoint: Endpoint) -> Finding:
 # --- NCCL -----------------------------------------------------------------------------------------------------------
 
 
-def nccl_values(evidence: Evidence) -> dict[str, NcclValue]:
+def nccl_values(evidence: Evidence) -> dict[str, nccl_env.Advice]:
     """Advice on each of the five variables; empty for machines without GPUs and RDMA adapters."""
-    if not evidence.endpoint.gpus and not evidence.endpoint.hcas:
-        return {}
-    advised = nccl_env.advise(evidence.endpoint, own=evidence.nccl)
-    return {
-        name: NcclValue(advised=one.value, reason=one.reason, chosen=evidence.nccl.get(name), whole_job=one.both_ends)
-        for name, one in advised.items()
-    }
+    endpoint = evidence.endpoint
+    return nccl_env.advise(endpoint, own=evidence.nccl) if endpoint.gpus or endpoint.hcas else {}
 
 
 def nccl(evidence: Evidence) -> Iterator[Finding]:
     """NCCL's variables: advised values, and chosen ones that do not suit this machine."""
-    wrong = list(_unfit(evidence.endpoint, evidence.nccl))
     advised = nccl_values(evidence)
-    if wrong and advised:
+    if advised and (wrong := list(_unfit(evidence.endpoint, evidence.nccl))):
         yield warning(
             "nccl-value-unfit",
             "; ".join(wrong),
@@ -307,7 +300,7 @@ def nccl(evidence: Evidence) -> Iterator[Finding]:
             "node",
         )
     elif advised:
-        texts = [f"{name}={value.advised}" for name, value in advised.items() if value.advised is not None]
+        texts = [f"{name}={advice.value}" for name, advice in advised.items() if advice.value is not None]
         yield ok("nccl-values", " ".join(texts) or "NCCL needs no settings here")
 
 

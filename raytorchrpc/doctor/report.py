@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from raytorchrpc.topology.endpoint import Endpoint
+from raytorchrpc.topology.nccl_env import Advice
 
 #: The environment variables that some rule reads; no others are collected.
 WATCHED = ("CUDA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -78,30 +79,6 @@ Level = Literal["ok", "note", "warning", "problem"]
 #: From best to worst.
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
 
-#: By lanes, the ids of the findings that affect only these.
-_AFFECTED = {
-    "nixl": "nixl nixl-missing",
-    "nixl nccl": "rdma memlock",
-    "nixl nccl torchrpc": (
-        "gpu-bar1-small rdma-none rdma-efa rdma-no-verbs-device rdma-first-unusable rdma-no-routed-gid rdma-gpudirect "
-        "rdma-no-gpudirect memlock-small together-rdma-uneven together-slower"
-    ),
-    "nccl": "rdma-link-layers-mixed nccl-values nccl-value-unfit shm-small together-gid-index-differs",
-    "torchrpc": (
-        "gpu-resource1-missing rdma-port-down rdma-roce rdma-dma-buf-only huge-pages huge-pages-unused "
-        "own-name-loopback own-name-unknown interface-variable-wrong"
-    ),
-    "torchrpc nccl": "address-unknown",
-    "torchrpc nixl": "fork-unsafe",
-    "cuda_ipc nccl": "gpu-mig gpu-links gpu-no-peer-access",
-    "cuda_ipc torchrpc": "gpu-partly-in-container",
-    "cuda_ipc torchrpc shm": "together-containers-apart",
-    "cuda_ipc nccl nixl torchrpc": (
-        "gpu gpu-cuda-fails gpu-torch-without-cuda gpu-not-in-container gpu-driver-missing"
-    ),
-}
-LANES = {name: tuple(lanes.split()) for lanes, names in _AFFECTED.items() for name in names.split()}
-
 
 class Finding(BaseModel, frozen=True, extra="forbid"):
     """A fact about a process or its machine, with its consequence and remedy."""
@@ -115,16 +92,11 @@ class Finding(BaseModel, frozen=True, extra="forbid"):
     meaning: str = ""
     remedy: str = ""
     """Empty where there is nothing to do."""
-    lanes: tuple[str, ...] = ()
-    """The lanes that are affected; empty means all."""
 
 
-def finding(
-    level: Level, name: str, seen: str, meaning: str = "", remedy: str = "", *, lanes: tuple[str, ...] | None = None
-) -> Finding:
-    """A ``Finding`` with the id ``name``; ``lanes``: other ones than it usually affects."""
-    lanes = LANES.get(name, ()) if lanes is None else lanes
-    return Finding(id=name, level=level, seen=seen, meaning=meaning, remedy=remedy, lanes=lanes)
+def finding(level: Level, name: str, seen: str, meaning: str = "", remedy: str = "") -> Finding:
+    """A ``Finding`` with the id ``name``."""
+    return Finding(id=name, level=level, seen=seen, meaning=meaning, remedy=remedy)
 
 
 ok, note, warning, problem = (partial(finding, level) for level in LEVELS)
@@ -140,24 +112,12 @@ def some(names: Iterable[object], limit: int = 4) -> str:
 # --- reports --------------------------------------------------------------------------------------------------------
 
 
-class NcclValue(BaseModel, frozen=True, extra="forbid"):
-    """One NCCL variable on one node."""
-
-    advised: str | None
-    """None = leave it unset."""
-    reason: str
-    chosen: str | None = None
-    """The value that is already set, which takes precedence."""
-    whole_job: bool = False
-    """Peers must agree: set it for the whole job (``runtime_env``). Members set the others themselves."""
-
-
 class NodeReport(BaseModel, frozen=True, extra="forbid"):
     """The findings about one process, one node, or one file tree."""
 
     name: str
     findings: tuple[Finding, ...]
-    nccl: dict[str, NcclValue]
+    nccl: dict[str, Advice]
     """By variable: the advised NCCL settings. Empty without GPUs and RDMA adapters."""
     evidence: Evidence
 

@@ -25,7 +25,7 @@ def test_json_is_the_whole_report_and_nothing_else(tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     (node,) = json.loads(out)["nodes"]
     assert node["name"] == "node-7"
-    assert node["nccl"]["NCCL_IB_GID_INDEX"]["advised"] == "3"
+    assert node["nccl"]["NCCL_IB_GID_INDEX"]["value"] == "3"
     assert {"id": "gpu-links"}.keys() <= node["findings"][0].keys()
     assert Report.model_validate_json(out).healthy()
 
