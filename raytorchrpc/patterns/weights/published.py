@@ -490,10 +490,10 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             turn = self.relays.take_turn(lease.version, *alike, caller)
             if turn is not None:
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
-        if lease.lease and (exposed := self._exposed.get(lease.version)) is not None:
-            return tuple(lease._replace(exposed=exposed.describe(caller).get("cpu"))), []
         if not lease.lease or device_type is None:
             return tuple(lease), []
+        if device_type == "cpu" and (exposed := self._exposed.get(lease.version)) is not None:
+            return tuple(lease._replace(exposed=exposed.describe(caller).get("cpu"))), []
         if lease.rows is not None:  # the numbers are of another layout
             needed = ()
         return tuple(lease), self.serve_pieces(caller, lease.lease, (), device_type, needed)

@@ -16,7 +16,6 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions, published, snapshots
 from raytorchrpc.patterns.weights.snapshots import VersionMemory
-from tests.insides import needs_nixl
 from tests.polling import wait_until
 from tests.unit.members import TENSORS, Members, in_thread, serving
 
@@ -323,10 +322,9 @@ def test_the_storages_of_a_model_are_the_pieces_that_peers_read() -> None:
         assert torch.equal(seen, tensor)
 
 
-@pytest.fixture(params=["shm", pytest.param("nixl", marks=needs_nixl)])
-def on_one_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
-    monkeypatch.setenv("UCX_TLS", "all")  # here is no RDMA
-    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": request.param}) as made:
+@pytest.fixture
+def on_one_host() -> Iterator[Members]:
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": "shm"}) as made:
         yield made
 
 
