@@ -18,10 +18,11 @@ from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.common import acceptor, connections
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, answer
-from tests.conformance.test_idle_connections import in_thread, spied_connects
+from tests.conformance.test_idle_connections import spied_connects
 from tests.conformance.test_socket_strangers import dial, hears_nothing_and_is_hung_up_on
 from tests.polling import wait_until
 from tests.shortage import Failing
+from tests.threads import in_thread
 
 #: Both lanes, both ways and TLS; test_message_lanes tries each lane in every way.
 KINDS = ["socket over unix", "nng over tcp", *peers.ENCRYPTED[:1]]
@@ -241,16 +242,7 @@ def test_a_peer_that_is_gone_meanwhile_is_lost_at_once(
 ) -> None:
     caller, callee = pair
     left = breaks_off(monkeypatch, 100_000)
-    errors: list[Any] = []
-
-    def call() -> bool:
-        try:
-            caller.call("echo")
-        except PeerLost as error:
-            errors.append(error)
-        return True
-
-    called = in_thread(call)
+    called = in_thread(caller.call, "echo")
     assert wait_until(lambda: len(left) < 99_990, PATIENCE_S)
     if end == "its process ends":
         callee.lane.close()
@@ -258,7 +250,9 @@ def test_a_peer_that_is_gone_meanwhile_is_lost_at_once(
         caller.lane.disconnect("b")
     else:
         caller.lane.close()
-    assert called(PATIENCE_S / 2) and not errors[0].may_have_run
+    with pytest.raises(PeerLost) as lost:
+        called(PATIENCE_S / 2)
+    assert not lost.value.may_have_run
 
 
 @pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])

@@ -8,7 +8,6 @@ import subprocess
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from raytorchrpc.lanes.cuda_ipc import pages as module
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports
 from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS, QUEUED, SERIALS, Pages
 from tests.polling import wait_until
+from tests.threads import in_thread
 
 PATIENCE_S = 20.0
 SENDING, OTHER, RECEIVING = 1, 2, 3
@@ -110,28 +110,6 @@ def sender(gpu: Gpu) -> Iterator[Sender]:
     made.exports.close()
     made.pages.close()
     made.receiver.close()
-
-
-def in_thread(function: Callable[..., Any], *args: Any) -> Callable[[], None]:
-    """Run it in a thread; the returned function waits for its end, and raises what it raises."""
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            function(*args)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-
-    def join() -> None:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive(), "it still waits"
-        for error in failed:
-            raise error
-
-    return join
 
 
 def dead_process(sender: Sender, name: str) -> None:

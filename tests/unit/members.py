@@ -41,6 +41,7 @@ from raytorchrpc.patterns.weights.publishers import LOOK as LOOK
 from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.process import workers
 from raytorchrpc.topology.endpoint import Endpoint
+from tests.threads import in_thread as in_thread
 from tests.unit import clusters
 
 GENERATION = "generation"
@@ -338,17 +339,3 @@ def spied(monkeypatch: Any, path: str) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(path, note)
     return calls
-
-
-def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Run it in a thread of its own; returns what waits for its result."""
-    outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
-    thread.start()
-
-    def join() -> Any:
-        thread.join(30)
-        assert outcome, "it did not return"
-        return outcome[0]
-
-    return join

@@ -13,6 +13,7 @@ import pytest
 from raytorchrpc.calls.flow_control import CreditWindow, CreditWindows
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
+from tests.threads import in_threads
 from tests.unit.switching import switching_often
 
 
@@ -90,9 +91,8 @@ def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
             inside.remove(call)
             windows.by_rank[1].give_back(call)
 
-    with switching_often(), ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(work, seed) for seed in range(8)]:
-            done.result(60)
+    with switching_often():
+        in_threads(work, 8)
     assert 1 <= most <= 3
     assert windows.in_flight(1) == (0, 0)
 

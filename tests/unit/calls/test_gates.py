@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from raytorchrpc.calls.server import gates as execution
 from raytorchrpc.calls.server.gates import Admission, Gate
 from raytorchrpc.process.workers import DeferredCleanup, Workers
 from tests.polling import wait_until
+from tests.threads import in_thread
 from tests.unit.callees import Deadlines
 
 PATIENCE_S = 10.0
@@ -65,29 +66,6 @@ class Method:
         self.admission.leave()
 
 
-def on_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Start it; the result joins, and returns or raises what it did."""
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            outcome.put((function(), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def join() -> Any:
-        value, error = outcome.get(timeout=PATIENCE_S)
-        thread.join(PATIENCE_S)
-        if error is not None:
-            raise error
-        return value
-
-    return join
-
-
 # --- the gate ------------------------------------------------------------------------------------------------
 
 
@@ -106,7 +84,7 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
         entered.set()
         return admission
 
-    join = on_thread(third)
+    join = in_thread(third)
     fourth = Method(log, "fourth")
     while len(gate._queue) < 2:  # the thread has taken its place in the line
         time.sleep(0)
@@ -143,7 +121,7 @@ def test_ray_enters_a_named_group_beyond_its_limit_and_waits_only_for_direct_cal
         met.wait(PATIENCE_S)  # the two that Ray runs at once may wait for each other
         admission.leave()
 
-    joins = [on_thread(meet) for _ in range(2)]
+    joins = [in_thread(meet) for _ in range(2)]
     while len(gate._queue) < 3:
         time.sleep(0)
     direct.leave()
@@ -220,7 +198,7 @@ def test_others_run_in_order_while_a_method_waits_and_it_goes_on_after_them(admi
             log.append(f"end of {method.label}")
             method.leave()
 
-    join = on_thread(others)
+    join = in_thread(others)
     assert wait_serving(waiting, PATIENCE_S)
     assert log == ["0", "end of 0", "1", "end of 1", "2", "end of 2"]
     assert admission.state is HELD and admission.owner == threading.get_ident()
@@ -243,7 +221,7 @@ def test_a_method_that_waits_in_turn_lets_the_one_before_go_on(admission: Admiss
         log.append("inner goes on")
         inner.leave()
 
-    join = on_thread(run_inner)
+    join = in_thread(run_inner)
     assert wait_serving(first, PATIENCE_S)
     log.append("outer goes on")
     second.finish()
@@ -319,7 +297,7 @@ def test_a_method_that_outlives_the_one_whose_chain_it_came_with_goes_on() -> No
     assert inner.admission is not None
     inner.admission.lend()
     outer.regain()
-    join = on_thread(inner.admission.regain)
+    join = in_thread(inner.admission.regain)
     outer.leave()
     join()
     inner.leave()
@@ -367,7 +345,7 @@ def test_an_admission_whose_wait_a_handler_breaks_off_is_given_up_once(
 
 def test_another_thread_in_a_copy_of_the_context_does_not_lend_the_admission(admission: Admission) -> None:
     waiting = Waiting()
-    join = on_thread(partial(contextvars.copy_context().run, wait_serving, waiting, PATIENCE_S))
+    join = in_thread(partial(contextvars.copy_context().run, wait_serving, waiting, PATIENCE_S))
     assert waiting.watched.wait(PATIENCE_S)
     log: list[str] = []
     come_back(admission, Method(log, "mine"))
@@ -385,7 +363,7 @@ def test_an_operation_may_keep_its_admission_while_it_waits(admission: Admission
     with keep_admission() as lending:
         assert wait_serving(waiting, PATIENCE_S)
         assert log == []
-        release = on_thread(lambda: _leave_when_admitted(method))
+        release = in_thread(lambda: _leave_when_admitted(method))
         assert lending(wait_serving)(waiting, PATIENCE_S)
         release()
     assert log == ["other"] and admission.state is HELD

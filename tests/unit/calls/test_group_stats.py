@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats, counted_name
 from raytorchrpc.calls.metrics import GroupStats, Reading
+from tests.threads import in_threads
 from tests.unit.switching import switching_often
 
 LONG = "a-member-with-a-name-of-40-characters---"
@@ -61,9 +61,8 @@ def test_calls_of_many_threads_are_all_counted_by_the_first_lane_and_what_came_b
             if number % 2:  # the outcome of the others is not taken
                 counters.finished(sent, "shm", 2, 1.0, KeyError())
 
-    with switching_often(), ThreadPoolExecutor(4) as pool:
-        for done in [pool.submit(work, number) for number in range(4)]:
-            done.result(60)
+    with switching_often():
+        in_threads(work, 4)
     row, other = counters.rows("a")
     assert (row.lane, row.calls, row.bytes_out, row.finished) == ("socket", 4 * count, 12 * count, 2 * count)
     assert (row.errors, row.bytes_in, row.seconds) == ({"KeyError": 2 * count}, 0, 2 * count)

@@ -26,6 +26,7 @@ from raytorchrpc.group.process_group import (
 from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process.workers import process_deadlines
 from tests.programs import run_program
+from tests.threads import in_thread, in_threads
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
 
@@ -86,15 +87,12 @@ def test_each_operation_does_what_torchs_own_store_does(store: Any) -> None:
 
 
 def test_a_wait_ends_with_the_last_key_and_not_before(store: Any) -> None:
-    seen: list[Any] = []
-    waiting = threading.Thread(target=lambda: seen.append((store.wait(["a", "b"]), store.get("b"))))
-    waiting.start()
+    waiting = in_thread(lambda: (store.wait(["a", "b"]), store.get("b")))
     store.set("a", "1")
-    waiting.join(0.1)
-    assert waiting.is_alive()
+    with pytest.raises(AssertionError, match="did not return"):
+        waiting(0.1)
     store.set("b", "7")
-    waiting.join(30)
-    assert seen == [(None, b"7")]
+    assert waiting() == (None, b"7")
 
 
 @pytest.mark.parametrize(
@@ -184,11 +182,7 @@ def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -
         group.allreduce([tensor]).wait()
         sums[rank] = tensor.mean().item()
 
-    threads = [threading.Thread(target=reduce, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(reduce, ranks)
     return sums
 
 

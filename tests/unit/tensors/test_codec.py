@@ -24,6 +24,7 @@ from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.dtypes import UNCOPIED
 from raytorchrpc.tensors.plain_values import LIFT_BUFFER_BYTES, MOST_TEXT
 from tests.freed import FREED, freed
+from tests.threads import in_threads
 
 
 class ByValue(pickle.Pickler):
@@ -463,22 +464,15 @@ class Nested:
 
 
 def test_threads_do_not_mix_their_tables(codec: Codec) -> None:
-    wrong: list[int] = []
     barrier = threading.Barrier(4)
 
     def work(number: int) -> None:
         encoded = codec.encode([torch.full((3,), number)] * 3)
         barrier.wait(10)
         for _ in range(300):
-            if any(int(tensor[0]) != number for tensor in codec.decode(*encoded)):
-                wrong.append(number)
+            assert all(int(tensor[0]) == number for tensor in codec.decode(*encoded))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    in_threads(work, 4)
 
 
 class Refusing(pickle.Pickler):
