@@ -352,10 +352,21 @@ class Process:
         return self.result()
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.join(60)
-        self._mine.close()
-        self.process.close()
+        """Safe to repeat."""
+        if not self._mine.closed:
+            self.process.kill()
+            self.process.join(60)
+            self._mine.close()
+            self.process.close()
+
+
+def in_process(body: Callable[[], None]) -> Callable[[Process], None]:
+    """Make a test of a function that runs in a process of its own, the fixture ``process``."""
+
+    def in_its_process(process: Process) -> None:
+        process.run(body)
+
+    return in_its_process
 
 
 def _main(pipe: Any) -> None:

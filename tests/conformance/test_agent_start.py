@@ -6,7 +6,6 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,14 @@ import torch.distributed.rpc as rpc
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable
 from raytorchrpc.lanes.torchrpc.agent import AgentPeer, AgentSpec, process_agent
-from tests.conformance.peers import Process
+from tests.conformance.peers import in_process
 
 SPEC = AgentSpec("rtr:a", 1, "lo", "127.0.0.1", ("uv",), ("basic", "mpt_uv"), 4, 60.0, {}, ())
 PEER = AgentPeer("rtr:b", 2, "uv://127.0.0.1:1", {})
 
 
-@pytest.fixture
-def process() -> Iterator[Process]:
-    made = Process()
-    yield made
-    made.kill()
-
-
-def test_listeners_of_other_threads_are_left_alone(process: Process) -> None:
-    assert process.run(start_beside_a_server) == ["accepted", "accepted"]
-
-
-def start_beside_a_server() -> list[str]:
+@in_process
+def test_listeners_of_other_threads_are_left_alone() -> None:
     poll, wake = select.epoll(), socket.socketpair()
     poll.register(wake[0], select.EPOLLIN)
     servers: list[socket.socket] = []
@@ -48,20 +37,15 @@ def start_beside_a_server() -> list[str]:
     agent.prepare(SPEC)
     agent.start()
     assert len(agent._doors) > 1, "channels listen too"
-    seen = []
+    assert len(servers) == 2
     for server in servers:
         server.settimeout(5)
         with socket.create_connection(server.getsockname(), timeout=5):
             server.accept()[0].close()
-            seen.append("accepted")
-    return seen
 
 
-def test_another_thread_uses_the_agent_only_when_it_knows_its_peers(process: Process) -> None:
-    assert process.run(use_while_it_starts) == "rtr:b"
-
-
-def use_while_it_starts() -> str:
+@in_process
+def test_another_thread_uses_the_agent_only_when_it_knows_its_peers() -> None:
     agent = process_agent()
     agent.prepare(SPEC)
     agent.add_peers([PEER])
@@ -75,16 +59,12 @@ def use_while_it_starts() -> str:
     threading.Thread(target=agent.start).start()
     while not torch_internals.agent_is_set():
         time.sleep(0.001)
-    return rpc.get_worker_info("rtr:b").name
+    assert rpc.get_worker_info("rtr:b").name == "rtr:b"
 
 
-def test_a_peer_is_not_forgotten_while_a_request_is_sent(process: Process) -> None:
+@in_process
+def test_a_peer_is_not_forgotten_while_a_request_is_sent() -> None:
     """torch looks up the receiver in a table from which it erases others without a lock: a crash, at times."""
-    assert process.run(return_while_sending) == [2, 3]
-
-
-def return_while_sending() -> list[int]:
-    """The worker ids by which torch knows a peer that is removed and returns: while a request is sent, and after it."""
     agent = process_agent()
     agent.prepare(SPEC._replace(at_once=True))
     agent.add_peers([PEER])
@@ -92,67 +72,53 @@ def return_while_sending() -> list[int]:
     with agent.sending:
         returning.start()
         returning.join(0.2)
-        seen = [rpc.get_worker_info("rtr:b").id]
+        assert rpc.get_worker_info("rtr:b").id == 2
     returning.join(20)
-    return [*seen, rpc.get_worker_info("rtr:b").id]
+    assert rpc.get_worker_info("rtr:b").id == 3
 
 
-def test_groups_share_it_if_they_fit(process: Process) -> None:
-    refused, peers = process.run(serve_two_groups)
-    assert (
-        refused
-        == "this process's agent serves another group; this needs other devices, transports or another interface"
-    )
-    assert peers == ([True, True], [True, False], [False, False])
-
-
-def serve_two_groups() -> tuple[str, Any]:
-    """Why a third one is refused; and whether the agent has each peer as one group after the other ends."""
+@in_process
+def test_groups_share_it_if_they_fit() -> None:
+    """And it has each peer until all groups with that one have ended."""
     agent, both, other = process_agent(), PEER, AgentPeer("rtr:c", 3, "uv://127.0.0.1:2", {})
     agent.prepare(SPEC, "first")
     agent.prepare(SPEC._replace(worker_id=7, admitted=("10.0.0.1",)), "second")
     with pytest.raises(LaneUnavailable) as refused:
         agent.prepare(SPEC._replace(channels=("basic",)), "third")
+    assert refused.value.reason == (
+        "this process's agent serves another group; this needs other devices, transports or another interface"
+    )
     agent.add_peers([both], "first")
     agent.start()
     agent.add_peers([both, other], "second")
 
-    def there() -> list[bool]:
+    def has() -> list[bool]:
         return [agent._find(peer.name) is not None for peer in (both, other)]
 
-    seen = [there()]
+    assert has() == [True, True]
     agent.remove_peer(both.name, "first")
     agent.rest("first")
     agent.remove_peer(other.name, "second")
-    seen.append(there())
+    assert has() == [True, False]
     agent.remove_peer(both.name, "second")
     agent.rest("second")
     assert agent.is_running and agent.identity is not None and agent.identity.worker_id == 1
-    return refused.value.reason, (*seen, there())
+    assert has() == [False, False]
 
 
-def test_none_starts_after_the_end_of_a_group(process: Process) -> None:
+@in_process
+def test_none_starts_after_the_end_of_a_group() -> None:
     """As for a member that connected just before the end."""
-    assert process.run(start_after_the_end) == (True, False)
-
-
-def start_after_the_end() -> tuple[bool, bool]:
-    """Whether that was refused, and whether an agent runs."""
     agent = process_agent()
     agent.prepare(SPEC)
     agent.rest()
     with pytest.raises(BootstrapError, match="it is in no group"):
         agent.start()
-    return True, agent.is_running
+    assert not agent.is_running
 
 
-def test_a_start_that_fails_leaves_no_thread_and_no_open_listener(process: Process) -> None:
-    assert process.run(fail_to_start) == (0, False)
-
-
-def fail_to_start() -> tuple[int, bool]:
-    """Threads of the guard, and whether a stranger can connect."""
-
+@in_process
+def test_a_start_that_fails_leaves_no_thread_and_no_open_listener() -> None:
     def start_agent(*args: Any, **settings: Any) -> Any:
         raise RuntimeError("not today")
 
@@ -160,8 +126,8 @@ def fail_to_start() -> tuple[int, bool]:
     agent = process_agent()
     with pytest.raises(BootstrapError, match="not today"):
         agent.prepare(SPEC._replace(at_once=True))
-    guards = sum(thread.name == "raytorchrpc-guard" for thread in threading.enumerate())
+    assert not [thread for thread in threading.enumerate() if thread.name == "raytorchrpc-guard"]
     assert agent._front is not None
     with socket.socket() as stranger:
         stranger.settimeout(0.2)
-        return guards, stranger.connect_ex(agent._front.getsockname()) == 0
+        assert stranger.connect_ex(agent._front.getsockname()), "a stranger can connect"

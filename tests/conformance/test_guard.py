@@ -296,14 +296,10 @@ def test_a_library_that_sends_first_is_waited_for(members: Members, monkeypatch:
         assert sock.makefile("rb").read(12) == b"welcomehello"
 
 
-def test_strangers_leave_descriptors_to_the_process() -> None:
-    process, flooding = Process(), Process()
-    try:
-        flooding.run(connect_and_keep, *[process.run(guard_with_few_descriptors)] * 400)
-        assert process.run(free_descriptors) > 100
-    finally:
-        process.kill()
-        flooding.kill()
+def test_strangers_leave_descriptors_to_the_process(spawn: Callable[[], Process]) -> None:
+    process, flooding = spawn(), spawn()
+    flooding.run(connect_and_keep, *[process.run(guard_with_few_descriptors)] * 400)
+    assert process.run(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))) > 100
 
 
 def guard_with_few_descriptors() -> tuple[str, int]:
@@ -311,10 +307,6 @@ def guard_with_few_descriptors() -> tuple[str, int]:
     library = Library()
     guard_of(library, Members())
     return library.where
-
-
-def free_descriptors() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def test_urgent_data_does_not_keep_the_guard_busy(library: Library, members: Members) -> None:
@@ -389,20 +381,16 @@ def test_a_door_ends_the_connections_that_it_let_in_and_no_others(library: Libra
             assert mine.send(b"x") == 1 and other.recv(1) == b"x"
 
 
-def test_a_process_knows_its_own_connections_alone() -> None:
-    other = Process()
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            other.run(connect_and_keep, listener.getsockname())
-            accepted, name = listener.accept()
-            theirs = Connection(name, listener.getsockname())
-            with accepted, socket.create_connection(listener.getsockname()) as sock:
-                mine = Connection(sock.getsockname(), sock.getpeername())
-                assert guard.made_here([mine, theirs]) == [mine]
-                assert other.run(guard.made_here, [mine, theirs]) == [theirs]
-            assert guard.made_here([mine]) == [], "it is closed: another process may have the port"
-    finally:
-        other.kill()
+def test_a_process_knows_its_own_connections_alone(process: Process) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process.run(connect_and_keep, listener.getsockname())
+        accepted, name = listener.accept()
+        theirs = Connection(name, listener.getsockname())
+        with accepted, socket.create_connection(listener.getsockname()) as sock:
+            mine = Connection(sock.getsockname(), sock.getpeername())
+            assert guard.made_here([mine, theirs]) == [mine]
+            assert process.run(guard.made_here, [mine, theirs]) == [theirs]
+        assert guard.made_here([mine]) == [], "it is closed: another process may have the port"
 
 
 _kept: list[socket.socket] = []
@@ -412,18 +400,14 @@ def connect_and_keep(*where: tuple[str, int]) -> None:
     _kept.extend(map(socket.create_connection, where))
 
 
-def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> None:
+def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted(process: Process) -> None:
     """A member that comes back elsewhere is announced before this one first uses torchrpc."""
-    member = Process()
-    try:
-        address = member.run(peers.begin, "torchrpc", "a", 0)
-        member.run(admit_and_start, "127.0.0.7")
-        (where,) = fork.addresses_in(address.url)
-        socket.create_connection(where, timeout=5, source_address=("127.0.0.7", 0)).close()
-        with pytest.raises(TimeoutError):
-            socket.create_connection(where, timeout=0.3)
-    finally:
-        member.kill()
+    address = process.run(peers.begin, "torchrpc", "a", 0)
+    process.run(admit_and_start, "127.0.0.7")
+    (where,) = fork.addresses_in(address.url)
+    socket.create_connection(where, timeout=5, source_address=("127.0.0.7", 0)).close()
+    with pytest.raises(TimeoutError):
+        socket.create_connection(where, timeout=0.3)
 
 
 def admit_and_start(host: str) -> None:

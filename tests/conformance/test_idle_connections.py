@@ -8,7 +8,8 @@ import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from raytorchrpc.lanes.common import connections
 from raytorchrpc.lanes.nng import lane as nng_lane
 from raytorchrpc.lanes.socket import lane as socket_lane
 from tests.conformance import peers
-from tests.conformance.peers import EMPTY, PATIENCE_S, Node, answer, node
+from tests.conformance.peers import EMPTY, PATIENCE_S, Node, Process, answer, node
 from tests.polling import wait_until
+from tests.threads import in_threads
 
 #: Both lanes, both ways and TLS; test_message_lanes tries each lane in every way.
 KINDS = ["socket over unix", "nng over tcp", *peers.ENCRYPTED[:1]]
@@ -87,20 +89,6 @@ def test_a_member_that_called_many_keeps_few_connections(kind: str, limits: Call
         assert {*made} == {*NAMES} and len(made) > len(NAMES)
 
 
-def in_thread(function: Callable[[], Any]) -> Callable[[float], Any]:
-    """Run it in a thread of its own; returns what waits for its result."""
-    outcome: list[Any] = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
-    thread.start()
-
-    def result(patience_s: float) -> Any:
-        thread.join(patience_s)
-        assert outcome, "it did not return"
-        return outcome[0]
-
-    return result
-
-
 def test_a_connection_is_closed_some_time_after_its_last_call(kind: str, limits: Callable[..., None]) -> None:
     limits(idle_s=0.1)
     with caller_of_many(kind, 5) as (caller, callee):
@@ -140,7 +128,6 @@ def test_calls_that_race_with_closing_arrive_once(
     """None is lost, none is sent twice, each is over once, and no peer seems lost."""
     limits(sweep_s=0.001, idle_s=0.0, most=0)
     names, rounds, callers = NAMES[:5], 40, 8
-    failures: list[BaseException] = []
     over = Counter[bytes]()
     lock = threading.Lock()
     with caller_of_many(kind, len(names)) as (caller, callee):
@@ -152,26 +139,17 @@ def test_calls_that_race_with_closing_arrive_once(
                 over[what] += 1
 
         def call(number: int) -> None:
-            try:
-                for count in range(rounds):
-                    for name in names:
-                        what = f"{number} {count} {name}".encode()
-                        waits = bool(count % 2)
-                        pending = send(
-                            caller, name, "keep", what, caller_waits=waits, on_released=lambda what=what: ended(what)
-                        )
-                        if waits or not number % 2:
-                            assert answer(pending).header == ("kept",)
-                    threading.Event().wait(0.0005 * number)  # some calls follow each other at once, others do not
-            except BaseException as error:
-                failures.append(error)
+            for count in range(rounds):
+                for name in names:
+                    what = f"{number} {count} {name}".encode()
+                    waits = bool(count % 2)
+                    released = partial(ended, what)
+                    pending = send(caller, name, "keep", what, caller_waits=waits, on_released=released)
+                    if waits or not number % 2:
+                        assert answer(pending).header == ("kept",)
+                threading.Event().wait(0.0005 * number)  # some calls follow each other at once, others do not
 
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(callers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
+        in_threads(call, callers)
         expected = rounds * callers * len(names)
         assert wait_until(lambda: sum(over.values()) == expected, PATIENCE_S)
         assert {*over.values()} == {1}
@@ -208,37 +186,27 @@ def close_now_and_then(monkeypatch: pytest.MonkeyPatch, caller: Node) -> None:
 
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_peer_that_dies_fails_the_next_call_whether_its_connection_was_closed(
-    kind: str, limits: Callable[..., None], closes: bool
+    kind: str, limits: Callable[..., None], process: Process, closes: bool
 ) -> None:
     limits(idle_s=0.0 if closes else 60.0)
-    process = peers.Process()
-    try:
-        with Node(kind, "a", 0) as caller:
-            caller.meet("b", process.run(peers.begin, kind, "b", 1))
-            caller.call("echo")
-            assert wait_until(lambda: open_connections(caller) == (not closes), PATIENCE_S)
-            process.process.kill()
-            process.process.join()
-            for _ in range(2):
-                with pytest.raises(PeerLost, match="'b'") as lost:
-                    caller.call("echo")
-            assert not lost.value.may_have_run  # at the second attempt in any case
-            if closes:
-                assert "no connection to it" in lost.value.cause
-    finally:
-        with suppress(ValueError):
-            process.kill()
+    with Node(kind, "a", 0) as caller:
+        caller.meet("b", process.run(peers.begin, kind, "b", 1))
+        caller.call("echo")
+        assert wait_until(lambda: open_connections(caller) == (not closes), PATIENCE_S)
+        process.kill()
+        for _ in range(2):
+            with pytest.raises(PeerLost, match="'b'") as lost:
+                caller.call("echo")
+        assert not lost.value.may_have_run  # at the second attempt in any case
+        if closes:
+            assert "no connection to it" in lost.value.cause
 
 
-def test_at_the_limit_of_descriptors_idle_connections_make_room(kind: str) -> None:
+def test_at_the_limit_of_descriptors_idle_connections_make_room(kind: str, spawn: Callable[[], Process]) -> None:
     """A member that may open fewer descriptors than it has peers reaches all of them."""
-    caller, callee = peers.Process(), peers.Process()
-    try:
-        caller.run(peers.begin, kind, "a", 0)
-        caller.run(_call_with_few_descriptors, callee.run(peers.begin, kind, "b", 1))
-    finally:
-        caller.kill()
-        callee.kill()
+    caller, callee = spawn(), spawn()
+    caller.run(peers.begin, kind, "a", 0)
+    caller.run(_call_with_few_descriptors, callee.run(peers.begin, kind, "b", 1))
 
 
 def _call_with_few_descriptors(address: Any) -> None:

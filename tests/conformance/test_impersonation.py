@@ -262,11 +262,9 @@ LOCAL = ["socket over unix", "nng over ipc"]
 
 
 @pytest.fixture
-def nobody() -> Iterator[Process]:
-    process = Process()
+def nobody(process: Process) -> Process:
     process.run(peers.become, 65534)
-    yield process
-    process.kill()
+    return process
 
 
 @root

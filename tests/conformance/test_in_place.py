@@ -7,7 +7,7 @@ the processes ``a`` and ``b``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -108,24 +108,17 @@ def _view_refused(sent: tuple[Any, list[Shape]]) -> None:
             tensors().lane.view("a", sent[0], [(torch.uint8, (size,))])
 
 
-def test_lent_memory_is_exported_without_a_copy_for_as_long_as_it_lives() -> None:
+def test_lent_memory_is_exported_without_a_copy_for_as_long_as_it_lives(form: Callable[..., Pair]) -> None:
     """Peers have it mapped for as long as it is lent."""
-    pair = tensor_lanes.make_pair("shm", 2 * MIB)  # the arena could not hold a copy
-    try:
-        pair.a.run(_fill_window, 3)
-        assert pair.b.run(_read_window, pair.a.run(_export_window)) == [3.0]
-        assert pair.used() == 0
-        assert pair.b.run(_mapped, "a") == 4 * MIB and pair.b.run(_mapped, "nobody") == 0
-        sent = pair.a.run(_export_window)
-        pair.a.run(_drop_window)
-        pair.b.run(_read_fails, sent)
-        assert pair.b.run(_mapped, "a") == 0
-    finally:
-        pair.kill()
-
-
-def _mapped(peer: str) -> int:
-    return tensors().lane.mapped(peer)
+    pair = form("shm", 2 * MIB)  # the arena could not hold a copy
+    pair.a.run(_fill_window, 3)
+    assert pair.b.run(_read_window, pair.a.run(_export_window)) == [3.0]
+    assert pair.used() == 0
+    assert pair.b.run(lambda: [tensors().lane.mapped(peer) for peer in ("a", "nobody")]) == [4 * MIB, 0]
+    sent = pair.a.run(_export_window)
+    pair.a.run(_drop_window)
+    pair.b.run(_read_fails, sent)
+    assert pair.b.run(lambda: tensors().lane.mapped("a")) == 0
 
 
 def _drop_window() -> None:

@@ -5,7 +5,7 @@ Two processes, ``a`` and ``b``, as in tests/conformance/test_tensor_lanes.py; fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,25 +16,21 @@ from raytorchrpc.lanes.base import Copies
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
 from tests.conformance.peers import export, random, tensors
-from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, make_pair, region
+from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, region
 
 MIB = 1 << 20
 #: Bytes of a flat tensor.
 FLAT = 2 * MIB
 
 
-@pytest.fixture(params=["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = make_pair(request.param, 64 * MIB)
-    yield pair
-    pair.kill()
-
-
 @pytest.fixture
-def shm() -> Iterator[Pair]:
-    pair = make_pair("shm", 64 * MIB)
-    yield pair
-    pair.kill()
+def pair(request: pytest.FixtureRequest, form: Callable[..., Pair]) -> Pair:
+    """``request.param``: its lane."""
+    return form(request.param, 64 * MIB)
+
+
+#: Those whose memory peers read.
+IN_PLACE = ["shm", *(kind for kind in GPU_KINDS if kind.values[0].startswith("cuda_ipc"))]  # type: ignore[union-attr]
 
 
 def _two() -> list[torch.Tensor]:
@@ -91,6 +87,7 @@ def _fetch_all(descriptors: list[Any], shapes: list[Shape], lane: str) -> int:
     return refused
 
 
+@pytest.mark.parametrize("pair", ["shm", "nccl by pipes", *NIXL_KINDS, *GPU_KINDS], indirect=True)
 def test_a_descriptor_that_cannot_be_is_refused(pair: Pair, request: pytest.FixtureRequest) -> None:
     descriptor, shapes = pair.send(_two)
     lane = request.node.callspec.params["pair"].split()[0].rstrip(",")
@@ -130,10 +127,11 @@ def _spread_rightly(descriptor: Any) -> None:
     assert torch.equal(target, random((FLAT,), torch.uint8)[MIB:])
 
 
+@pytest.mark.parametrize("pair", ["shm"], indirect=True)
 @pytest.mark.parametrize("lend", [False, True], ids=["exported", "lent"])
-def test_regions_that_are_not_there_are_refused(shm: Pair, lend: bool) -> None:
+def test_regions_that_are_not_there_are_refused(pair: Pair, lend: bool) -> None:
     """As of a layout that had more tensors: the memory that is told of is too small for it."""
-    descriptor, _ = shm.a.run(_send_flat, lend)
+    descriptor, _ = pair.a.run(_send_flat, lend)
     outside = [
         (FLAT, FLAT - 1, 2),
         (FLAT, -1, 2),
@@ -143,20 +141,13 @@ def test_regions_that_are_not_there_are_refused(shm: Pair, lend: bool) -> None:
         (-1, 0, 1),
     ]
     for size, offset, target in outside:
-        text = shm.b.run(_spread_refused, descriptor, size, offset, target)
+        text = pair.b.run(_spread_refused, descriptor, size, offset, target)
         assert "lane 'shm'" in text and "member 'a'" in text and "are not in" in text
     pieces, places, *rest = descriptor
     for number, offset in ((0, FLAT), (0, -MIB), (0, 1 << 50), (1, 0)):
-        shm.b.run(_spread_refused, (pieces, ((number, offset),), *rest), FLAT, 0, MIB)
-    shm.b.run(_spread_rightly, descriptor)
+        pair.b.run(_spread_refused, (pieces, ((number, offset),), *rest), FLAT, 0, MIB)
+    pair.b.run(_spread_rightly, descriptor)
     assert len(places) == 1
-
-
-@pytest.fixture(params=["shm", *(kind for kind in GPU_KINDS if kind.values[0].startswith("cuda_ipc"))])
-def in_parts(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = make_pair(request.param, 64 * MIB)
-    yield pair
-    pair.kill()
 
 
 def _send_on_its_device() -> Any:
@@ -178,7 +169,8 @@ def _strided_taken(descriptor: Any) -> None:
         assert torch.equal(target.cpu(), sent[offset // 2 :].as_strided(target.shape, (512, 1), offset // 2))
 
 
-def test_strided_regions_that_are_not_there_are_refused(in_parts: Pair) -> None:
+@pytest.mark.parametrize("pair", IN_PLACE, indirect=True)
+def test_strided_regions_that_are_not_there_are_refused(pair: Pair) -> None:
     outside = [
         (MIB + 514, (1024, 256), (512, 1)),
         (FLAT - 2 * (15 * 512 + 256) + 2, (16, 256), (512, 1)),
@@ -193,8 +185,8 @@ def test_strided_regions_that_are_not_there_are_refused(in_parts: Pair) -> None:
         (0, (4, 4), (8, 1, 1)),
     ]
     for offset, shape, strides in outside:
-        descriptor, _ = in_parts.a.run(_send_on_its_device)  # which a refusal may release
-        text = in_parts.b.run(_strided_refused, descriptor, offset, shape, strides)
+        descriptor, _ = pair.a.run(_send_on_its_device)  # which a refusal may release
+        text = pair.b.run(_strided_refused, descriptor, offset, shape, strides)
         assert "member 'a'" in text and "is invalid" in text, text
-    descriptor, _ = in_parts.a.run(_send_on_its_device)
-    in_parts.b.run(_strided_taken, descriptor)
+    descriptor, _ = pair.a.run(_send_on_its_device)
+    pair.b.run(_strided_taken, descriptor)

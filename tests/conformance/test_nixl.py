@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
 from tests.conformance.peers import export, tensors
-from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only, make_pair
+from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only
 from tests.insides import needs_nixl
 from tests.polling import wait_until
 
@@ -38,17 +38,9 @@ def test_without_the_package_the_lane_says_what_to_install() -> None:
 
 
 @pytest.fixture
-def form() -> Iterator[Callable[..., Pair]]:
-    """Makes two members; ends their processes after the test."""
-    formed: list[Pair] = []
-
-    def form_one(kind: str = "nixl", capacity: int = 64 * MIB, patience_s: float = 20) -> Pair:
-        formed.append(make_pair(kind, capacity, patience_s))
-        return formed[-1]
-
-    yield form_one
-    for pair in formed:
-        pair.kill()
+def form(form: Callable[..., Pair]) -> Callable[..., Pair]:
+    """Makes two members."""
+    return lambda kind="nixl", capacity=64 * MIB, patience_s=20.0: form(kind, capacity, patience_s)
 
 
 def lane() -> NixlLane:

@@ -11,8 +11,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nng.offers import NngClient, NngServer, OfferAddress
 from raytorchrpc.tensors.codec import Codec
-from tests.conformance import peers
-from tests.conformance.peers import SECRET
+from tests.conformance.peers import SECRET, Process
 from tests.programs import run_program
 
 CLIENT = NngClient()
@@ -25,11 +24,6 @@ def server() -> Iterator[NngServer]:
     server.close()
 
 
-def elsewhere(address: OfferAddress) -> OfferAddress:
-    """As another host sees it."""
-    return address._replace(network="another host")
-
-
 def fetched(address: OfferAddress) -> tuple[float, list[int], str]:
     """In a process that is no member."""
     value = Codec().decode(*CLIENT.fetch(address, SECRET, "key", 20))
@@ -38,17 +32,13 @@ def fetched(address: OfferAddress) -> tuple[float, list[int], str]:
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
-def test_a_process_that_is_no_member_fetches_a_value(server: NngServer, tcp: bool) -> None:
+def test_a_process_that_is_no_member_fetches_a_value(server: NngServer, process: Process, tcp: bool) -> None:
     address = server.open()
     weights = torch.zeros(3_000_000)
     server.offer("key", Codec().encode({"weights": weights, "array": numpy.arange(3), "name": "x"}))
-    stranger = peers.Process()
-    try:
-        for _ in range(2):
-            got = stranger.run(fetched, elsewhere(address) if tcp else address)
-            assert got == (3_000_000.0, [0, 1, 2], "x")
-    finally:
-        stranger.kill()
+    for _ in range(2):
+        got = process.run(fetched, address._replace(network="another host") if tcp else address)
+        assert got == (3_000_000.0, [0, 1, 2], "x")
     assert not weights.any()
 
 

@@ -6,11 +6,10 @@ underscore run in them.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ import torch
 
 from raytorchrpc.lanes.base import Copies, PeerAddress
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
+from raytorchrpc.tensors import host_device_copy
 from tests.conformance import peers
-from tests.conformance.peers import Process, TensorNode, same, tensors
+from tests.conformance.peers import Process, TensorNode, in_process, same, tensors
 from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -30,17 +30,14 @@ OWN = 64 * MIB
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Process, Process]]:
-    a, b = Process(), Process()
+def pair(spawn: Callable[[], Process]) -> tuple[Process, Process]:
+    a, b = spawn(), spawn()
     for process in (a, b):
         process.begin(_open)
     address_a, address_b = a.result(), b.result()
     a.run(peers.meet, "b", address_b)
     b.run(peers.meet, "a", address_a)
-    yield a, b
-    for process in (a, b):
-        with contextlib.suppress(ValueError):  # the test has killed it
-            process.kill()
+    return a, b
 
 
 def _open(mappings: int = 2) -> Any:
@@ -286,52 +283,33 @@ def _nothing_left_of_the_lane() -> bool:
 
 
 @pytest.mark.gpu(2)
+@in_process
 def test_the_users_current_device_stays_what_it_was() -> None:
-    process = Process()
-    try:
-        assert process.run(_current_device_after_export_and_fetch) == [0, 0, 1, 1]
-    finally:
-        process.kill()
-
-
-def _current_device_after_export_and_fetch() -> list[int]:
     """A lane that is its own peer would map what it has exported itself; so it only exports, and staging copies."""
-    from raytorchrpc.tensors import host_device_copy
-
     lane = CudaIpcLane((0, 1))
     lane.connect([PeerAddress("b", lane.open())])
-    seen = []
     for current in (0, 1):
         torch.cuda.set_device(current)
         other = torch.ones(1000, device=f"cuda:{1 - current}")
         lane.export([other], "b", {0: 0, 1: 1}).cancel()
-        seen.append(torch.cuda.current_device())
+        assert torch.cuda.current_device() == current
         room = torch.empty(1000)
         host_device_copy.copy_out(other, room.data_ptr())
         host_device_copy.wait_for([other])
         assert float(room.sum()) == 1000.0
-        seen.append(torch.cuda.current_device())
+        assert torch.cuda.current_device() == current
     lane.close()
-    return seen
 
 
+@in_process
 def test_a_member_that_exchanges_no_cuda_tensor_needs_no_context() -> None:
-    process = Process()
-    try:
-        assert process.run(_uses_cuda_after_open) == [False, True]
-    finally:
-        process.kill()
-
-
-def _uses_cuda_after_open() -> list[bool]:
     lane = CudaIpcLane((0,))
     lane.connect([PeerAddress("b", lane.open())])
-    seen = [torch.cuda.is_initialized()]
+    assert not torch.cuda.is_initialized()
     lane.export([torch.ones(100_000, device="cuda")], "b", {0: 0}).cancel()
-    seen.append(torch.cuda.is_initialized())
+    assert torch.cuda.is_initialized()
     lane.disconnect("b")
     lane.close()
-    return seen
 
 
 # --- small tensors ---------------------------------------------------------------------------------------------------

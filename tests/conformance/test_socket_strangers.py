@@ -158,11 +158,9 @@ def test_all_members_of_a_large_group_may_come_at_once(patient: None, member: No
 
 
 @pytest.fixture(params=KINDS)
-def alone(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+def alone(request: pytest.FixtureRequest, process: peers.Process) -> Callable[..., None]:
     """Runs a function with a member in a process of its own: where the tests run, other threads need descriptors."""
-    process = peers.Process()
-    yield lambda body: process.run(_with_member, request.param, body)
-    process.kill()
+    return lambda body: process.run(_with_member, request.param, body)
 
 
 def _with_member(kind: str, body: Callable[[Node], None]) -> None:

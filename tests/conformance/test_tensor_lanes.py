@@ -6,12 +6,10 @@ Two processes, ``a`` and ``b``; functions with an underscore run in them.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors
 from tests.insides import needs_nixl
 from tests.polling import wait_until
+from tests.threads import in_threads
 
 MIB = 1 << 20
 GPU_KINDS = [
@@ -69,9 +68,8 @@ class Pair:
         return self.a.run(_used)  # type: ignore[no-any-return]
 
     def kill(self) -> None:
-        for process in (self.a, self.b):
-            with contextlib.suppress(ValueError):  # the test has killed it
-                process.kill()
+        self.a.kill()
+        self.b.kill()
 
 
 def make_pair(kind: str, capacity: int = 256 * MIB, timeout_s: float = 60) -> Pair:
@@ -93,11 +91,9 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture(params=KINDS)
-def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def fresh(request: pytest.FixtureRequest, form: Callable[[str], Pair]) -> Pair:
     """For tests that break something, or look at what is left."""
-    pair = make_pair(request.param)
-    yield pair
-    pair.kill()
+    return form(request.param)
 
 
 # What the processes do.
@@ -506,7 +502,7 @@ def _export_from_threads(threads: int, count: int) -> list[Any]:
             seed = thread * count + number
             sent.append((seed, export([tensor.to(tensors().device) for tensor in _seeded(seed)])))
 
-    _in_threads(work, threads)
+    in_threads(work, threads)
     return sent
 
 
@@ -516,39 +512,18 @@ def _fetch_in_threads(sent: list[Any], threads: int) -> None:
             arrived = tensors().lane.read("a", *told)
             assert all(same(tensor.cpu(), wanted) for tensor, wanted in zip(arrived, _seeded(seed), strict=True)), seed
 
-    _in_threads(work, threads)
+    in_threads(work, threads)
 
 
 def _seeded(seed: int) -> list[torch.Tensor]:
     return [random((1 + seed * 97 % 5000,), torch.uint8, seed), random((MIB // 4,), torch.float32, seed)]
 
 
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    failed: list[BaseException] = []
-
-    def guarded(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failed, failed
-
-
 @pytest.mark.slow
-def test_a_tensor_of_more_than_2_gib() -> None:
-    pair = make_pair("shm", 6 << 30)
-    try:
-        sent = pair.a.run(lambda: export([torch.ones(3), peers.huge(2.1)]))
-        pair.b.run(_fetch_huge, sent)
-        assert pair.used() == 0
-    finally:
-        pair.kill()
+def test_a_tensor_of_more_than_2_gib(form: Callable[..., Pair]) -> None:
+    pair = form("shm", 6 << 30)
+    pair.b.run(_fetch_huge, pair.a.run(lambda: export([torch.ones(3), peers.huge(2.1)])))
+    assert pair.used() == 0
 
 
 def _fetch_huge(sent: Any) -> None:
@@ -750,18 +725,15 @@ def test_a_receiver_that_was_killed_gives_back(fresh: Pair) -> None:
     assert fresh.a.run(_reclaim) == 0
 
 
+def test_a_full_arena_takes_back_from_the_dead(form: Callable[..., Pair]) -> None:
+    pair = form("shm", 16 * MIB)
+    pair.pass_on("kept", _of_size, 6 * MIB)
+    pair.b.kill()
+    pair.a.run(_export, _of_size, 12 * MIB)
+
+
 def _of_size(size: int) -> list[torch.Tensor]:
     return [torch.ones(size, dtype=torch.uint8)]
-
-
-def test_a_full_arena_takes_back_from_the_dead() -> None:
-    pair = make_pair("shm", 16 * MIB)
-    try:
-        pair.pass_on("kept", _of_size, 6 * MIB)
-        pair.b.kill()
-        pair.a.run(_export, _of_size, 12 * MIB)
-    finally:
-        pair.kill()
 
 
 def _reclaim() -> int:
@@ -789,29 +761,23 @@ def _on_their_way(lane: TensorLane) -> int:
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("kind", GPU_KINDS)
-def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str) -> None:
-    pair = make_pair(kind)
-    try:
-        for number in range(20):
-            sent = pair.a.run(_slow_then_export, number)
-            pair.b.run(_fetch_at_once, sent, number)
-            pair.a.run(lambda: tensors().exports.pop().finished())
-        assert pair.a.run(_all_let_go)
-        unwanted, _ = pair.send(_several_large)
-        pair.b.run(lambda: tensors().lane.release("a", unwanted))
-        assert pair.a.run(_all_let_go)
-        failing, _ = pair.send(_several_large)
-        pair.b.run(_fail_to_fetch, failing)
-        assert pair.a.run(_all_let_go)
-    finally:
-        pair.kill()
+def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str, form: Callable[[str], Pair]) -> None:
+    pair = form(kind)
+    for number in range(20):
+        pair.b.run(_fetch_at_once, pair.a.run(_slow_then_export, number), number)
+        pair.a.run(lambda: tensors().exports.pop().finished())
+    assert pair.a.run(_all_let_go)
+    unwanted, _ = pair.send(_several_large)
+    pair.b.run(lambda: tensors().lane.release("a", unwanted))
+    assert pair.a.run(_all_let_go)
+    failing, _ = pair.send(_several_large)
+    pair.b.run(_fail_to_fetch, failing)
+    assert pair.a.run(_all_let_go)
 
 
 def _slow_then_export(number: int) -> Any:
     torch.cuda._sleep(20_000_000)  # the value is written only after this
-    made = torch.full((4 * MIB,), number, dtype=torch.int32, device="cuda")
-    sent = export([made])
-    return sent
+    return export([torch.full((4 * MIB,), number, dtype=torch.int32, device="cuda")])
 
 
 def _fetch_at_once(sent: Any, number: int) -> None:

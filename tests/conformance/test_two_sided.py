@@ -12,6 +12,7 @@ import pickle
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress
+from raytorchrpc.lanes.base import Copies, Export, PeerAddress
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
@@ -270,8 +271,8 @@ def test_what_nobody_fetched_is_discarded_by_the_collector(ab: Stations) -> None
 
 
 @pytest.fixture
-def trio() -> Iterator[dict[str, Process]]:
-    processes = {name: Process() for name in NAMES}
+def trio(spawn: Callable[[], Process]) -> dict[str, Process]:
+    processes = {name: spawn() for name in NAMES}
     for rank, process in enumerate(processes.values()):
         process.begin(peers.open_tensors, "nccl by pipes", 0, 0, rank, 30)
     addresses = {name: process.result() for name, process in processes.items()}
@@ -279,10 +280,7 @@ def trio() -> Iterator[dict[str, Process]]:
         for peer, address in addresses.items():
             if peer != name:
                 process.run(peers.meet, peer, address)
-    yield processes
-    for process in processes.values():
-        if process.process._popen is not None and process.process.is_alive():  # type: ignore[attr-defined]
-            process.kill()
+    return processes
 
 
 @pytest.mark.parametrize("victim", ["sender", "receiver"])
@@ -316,6 +314,53 @@ def test_exports_for_a_peer_that_died_before_it_asked_are_dropped(trio: dict[str
     assert a.run(_kept_becomes, 1)
     assert c.run(_fetch_or_lose, kept, 1000) == "whole"
     assert "LaneUnavailable" in a.run(_cannot_send, "b")
+
+
+def test_a_transfer_that_fails_in_the_middle_writes_no_more_once_that_is_told(trio: dict[str, Process]) -> None:
+    a, b, _ = trio.values()
+    size = 20 << 20
+    for _ in range(2):
+        a.run(_stand_still_halfway)
+        b.begin(_fill_or_lose, a.run(_send, "b", size))
+        a.run(_give_up_halfway)
+        assert b.result() == ("lost", 0x55)
+        a.run(_go_on)
+        assert b.run(_is_unchanged)
+    assert b.run(_fill_or_lose, a.run(_send, "b", size)) == ("whole", 7)
+
+
+def _give_up_halfway() -> None:
+    """As the sender does at its deadline: the receiver is told, and then what is left is sent, or not."""
+    lane, halfway = _lane(), _carrier().halfway
+    assert halfway is not None and halfway.wait(20)
+    (end,) = lane._sending.values()
+    lane._end_at_receiver(end, "not in time", time.monotonic() + 20)
+
+
+def _go_on() -> None:
+    """Wait until it has sent what it can."""
+    carrier = _carrier()
+    carrier.halfway = None
+    assert wait_until(lambda: all(channel.over() for channel in carrier.channels), 20)
+
+
+def _fill_or_lose(sent: tuple[Any, list[Shape]]) -> tuple[str, int]:
+    """What came of receiving into a buffer, and the last byte of that."""
+    (_, shape), *_ = sent[1]
+    target = torch.full(shape, 0x55, dtype=torch.uint8)
+    try:
+        _lane().read("a", *sent, Copies.whole([target]))
+    except PeerLost:
+        assert all(channel.over() for channel in _carrier().channels), "something is still under way"
+        tensors().kept["lost"] = (target, target.clone())
+        return "lost", int(target[-1])
+    return "whole", int(target[-1])
+
+
+def _is_unchanged() -> bool:
+    target, then = tensors().kept.pop("lost")
+    assert int(target[0]) == 7, "it had begun"
+    return torch.equal(target, then)
 
 
 def _stand_still_halfway() -> None:

@@ -24,7 +24,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.torchrpc.agent import RpcPickler
 from raytorchrpc.tensors.codec import Codec
-from tests.conformance.peers import Process
+from tests.conformance.peers import Process, in_process
 from tests.programs import run_program
 from tests.releases import obstacle
 from tests.unit.members import in_thread
@@ -124,15 +124,12 @@ def process() -> Iterator[Process]:
     process.kill()
 
 
-def anothers_autograd() -> list[int | None]:
+@in_process
+def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force() -> None:
+    """dist_autograd._init refuses a second id with a RuntimeError, and _get_max_id tells the first."""
     dist_autograd._init(11)
     ids = torch_internals
-    return [ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id()]
-
-
-def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force(process: Process) -> None:
-    """dist_autograd._init refuses a second id with a RuntimeError, and _get_max_id tells the first."""
-    assert process.run(anothers_autograd) == [11, 11, 11, 11]
+    assert [ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id()] == [11] * 4
 
 
 def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
@@ -194,7 +191,11 @@ def test_a_tensor_over_foreign_memory_can_be_resized_and_freed() -> None:
         assert tensor.numel() == 10 or tensor[:10].tolist() == [*range(10)]
 
 
-def look_inside_distributed_tensors() -> None:
+@in_process
+def test_a_distributed_tensor_has_its_local_tensor() -> None:
+    """A DTensor's _local_tensor and _spec, its offset by torch.distributed.tensor._utils, and AsyncCollectiveTensor of
+    torch.distributed._functional_collectives:
+    without them such tensors cannot be sent, or are sent before their collective has finished."""
     import torch.distributed._functional_collectives as collectives
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -211,14 +212,9 @@ def look_inside_distributed_tensors() -> None:
     dist.destroy_process_group()
 
 
-def test_a_distributed_tensor_has_its_local_tensor(process: Process) -> None:
-    """A DTensor's _local_tensor and _spec, its offset by torch.distributed.tensor._utils, and AsyncCollectiveTensor of
-    torch.distributed._functional_collectives:
-    without them such tensors cannot be sent, or are sent before their collective has finished."""
-    process.run(look_inside_distributed_tensors)
-
-
-def look_at_a_mesh_of_two_dimensions() -> None:
+@in_process
+def test_a_mesh_of_two_dimensions_has_shards_in_the_order_of_its_layout() -> None:
+    """Without the order of _StridedShard, weights of FSDP over tensor parallelism would be mixed up."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -239,11 +235,6 @@ def look_at_a_mesh_of_two_dimensions() -> None:
     for rows in (8, 7) if obstacle("uneven strided shards") is None else (8,):
         fsdp = [begins(rank, rows, _StridedShard(0, split_factor=2), Shard(0)) for rank in range(4)]
         assert fsdp == [(0, 0), (4, 0), (2, 0), (6, 0)]
-
-
-def test_a_mesh_of_two_dimensions_has_shards_in_the_order_of_its_layout(process: Process) -> None:
-    """Without the order of _StridedShard, weights of FSDP over tensor parallelism would be mixed up."""
-    process.run(look_at_a_mesh_of_two_dimensions)
 
 
 def test_backends_can_be_asked_for_by_name() -> None:
@@ -304,17 +295,14 @@ def test_the_current_stream_has_the_name_that_cuda_knows() -> None:
         assert torch_internals.current_cuda_stream(0) == other.cuda_stream
 
 
-def begin_and_abort_process_groups() -> None:
+@in_process
+def test_process_groups_can_be_ended_though_somebody_is_gone() -> None:
+    """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.new_group()
         torch_internals.abort_process_groups()
         assert not dist.is_initialized()
-
-
-def test_process_groups_can_be_ended_though_somebody_is_gone(process: Process) -> None:
-    """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
-    process.run(begin_and_abort_process_groups)
 
 
 def test_process_groups_can_be_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
