@@ -66,21 +66,15 @@ class Actor:
 
 
 @pytest.fixture
-def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
-    made = Actor()
-    yield made
-    made.go.set()
+def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Actor:
+    return Actor()
 
 
 @pytest.fixture
 def members(actor: Actor) -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), actor.methods())
-    try:
-        with made.acting("a"):
-            yield made
-    finally:
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), actor.methods()) as made, made.acting("a"):
+        yield made
         actor.go.set()
-        made.close()
 
 
 def in_flight(members: Members) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,22 +39,16 @@ class Latches:
 
 
 @pytest.fixture
-def latches() -> Iterator[Latches]:
-    made = Latches()
-    yield made
-    made.release(*range(10))
+def latches() -> Latches:
+    return Latches()
 
 
 @pytest.fixture
 def members(latches: Latches) -> Iterator[Members]:
-    methods = {name: exposed(getattr(latches, name)) for name in ("hold", "fail")}
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
-    try:
-        with made.acting("a"):
-            yield made
-    finally:
+    methods = {"hold": exposed(latches.hold), "fail": exposed(latches.fail)}
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods) as made, made.acting("a"):
+        yield made
         latches.release(*range(10))
-        made.close()
 
 
 def held(count: int, **options: Any) -> list[Future[Any]]:
@@ -101,30 +95,26 @@ def test_wait_takes_failed_late_and_cancelled_calls_as_done(members: Members, la
     assert waiting() == ([failing, late, cancelled], [running])
 
 
+WAIT: Any = rtr.wait
+GATHER: Any = rtr.gather
+
+
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("combine", "why"),
     [
-        ({"num_returns": 0}, "at least 1"),
-        ({"num_returns": True}, "at least 1"),
-        ({"num_returns": 3}, "exceeds the 2 futures"),
-        ({"timeout": "soon"}, "timeout is a number"),
+        (lambda one, other: WAIT([one, other], num_returns=0), "at least 1"),
+        (lambda one, other: WAIT([one, other], num_returns=True), "at least 1"),
+        (lambda one, other: WAIT([one, other], num_returns=3), "exceeds the 2 futures"),
+        (lambda one, other: WAIT([one, other], timeout="soon"), "timeout is a number"),
+        (lambda one, other: WAIT([one, one]), "twice"),
+        (lambda one, other: WAIT(one), "not a single one"),
+        (lambda one, other: GATHER(one, 1), r"is not a raytorchrpc\.Future"),
+        (lambda one, other: GATHER([one, other]), r"write gather\(\*futures\)"),
     ],
 )
-def test_wait_refuses_bad_arguments(members: Members, arguments: Any, why: str) -> None:
+def test_arguments_that_cannot_be_combined_are_refused(members: Members, combine: Callable[..., Any], why: str) -> None:
     with pytest.raises(rtr.ConfigurationError, match=why):
-        rtr.wait(held(2), **arguments)
-
-
-def test_wait_refuses_what_are_no_futures(members: Members) -> None:
-    (future,) = held(1)
-    with pytest.raises(rtr.ConfigurationError, match="twice"):
-        rtr.wait([future, future])
-    with pytest.raises(rtr.ConfigurationError, match="not a single one"):
-        rtr.wait(future)  # type: ignore[arg-type]
-    with pytest.raises(rtr.ConfigurationError, match=r"is not a raytorchrpc\.Future"):
-        rtr.gather(future, 1)  # type: ignore[arg-type]
-    with pytest.raises(rtr.ConfigurationError, match=r"write gather\(\*futures\)"):
-        rtr.gather([future])  # type: ignore[arg-type]
+        combine(*held(2))
 
 
 # --- gather --------------------------------------------------------------------------------------------------

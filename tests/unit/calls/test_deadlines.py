@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,15 +53,11 @@ def test_a_nested_call_ends_no_later_than_the_call_that_it_serves(nested: Callab
             raise
 
     methods = {"hold": exposed(hold), "stream": exposed(stream, ahead=1), "pass_on": exposed(pass_on)}
-    members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
-    try:
-        with members.acting("a"), pytest.raises(rtr.RpcTimeout):
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods) as members, members.acting("a"):
+        with pytest.raises(rtr.RpcTimeout):
             rtr.rpc_sync("home", timeout=0.5).pass_on()
-        with members.acting("a"):
-            assert wait_until(lambda: bool(ended), LONG) and ended[0] < LONG / 2
-    finally:
+        assert wait_until(lambda: bool(ended), LONG) and ended[0] < LONG / 2
         release.set()
-        members.close()
 
 
 class Slow:
@@ -77,36 +73,39 @@ class Slow:
 
 def test_a_timeout_names_its_limit_and_the_remedy() -> None:
     released = threading.Event()
-    members = Members(rtr.GroupConfig(rpc_timeout_s=0.2), {"wait": exposed(lambda *_: released.wait(LONG))})
-    try:
-        with members.acting("a"):
-            with pytest.raises(rtr.RpcTimeout, match=r"home.wait .* within 0\.2 s \(rpc_timeout_s\); .* pass timeout="):
-                rtr.rpc_sync("home").wait()
-            with pytest.raises(rtr.RpcTimeout, match=r"home.wait did not answer within 0\.1 s \(timeout\); it"):
-                rtr.rpc_sync("home", timeout=0.1).wait()
-    finally:
+    methods = {"wait": exposed(lambda *_: released.wait(LONG))}
+    with Members(rtr.GroupConfig(rpc_timeout_s=0.2), methods) as members, members.acting("a"):
+        with pytest.raises(rtr.RpcTimeout, match=r"home.wait .* within 0\.2 s \(rpc_timeout_s\); .* pass timeout="):
+            rtr.rpc_sync("home").wait()
+        with pytest.raises(rtr.RpcTimeout, match=r"home.wait did not answer within 0\.1 s \(timeout\); it"):
+            rtr.rpc_sync("home", timeout=0.1).wait()
         released.set()
-        members.close()
 
 
 def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
     ran = list[Any]()
-    members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _, it: ran.append(it))})
-    try:
+    methods = {"answer": exposed(lambda _, it: ran.append(it))}
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods) as members, members.acting("a"):
         lane = members.lanes["a"]
         lane.holds = lambda _: True
-        with members.acting("a"):
-            future = rtr.rpc_async("home", timeout=LONG).answer(Slow(0.2))
-            assert lane.held[0][0].args[1].header[5] <= LONG - 0.2
-            lane.release()
-            future.wait()
-            with pytest.raises(rtr.RpcTimeout, match="answer was not sent: its deadline passed before"):
-                rtr.rpc_sync("home", timeout=0.1).answer(Slow(0.2))
+        future = rtr.rpc_async("home", timeout=LONG).answer(Slow(0.2))
+        assert lane.held[0][0].args[1].header[5] <= LONG - 0.2
+        lane.release()
+        future.wait()
+        with pytest.raises(rtr.RpcTimeout, match="answer was not sent: its deadline passed before"):
+            rtr.rpc_sync("home", timeout=0.1).answer(Slow(0.2))
         assert len(ran) == 1 and not lane.held
-    finally:
-        members.close()
 
 
+@pytest.fixture
+def answering() -> Iterator[None]:
+    """This process is a member that calls ``answer`` of another."""
+    config, methods = rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}
+    with Members(config, methods) as members, members.acting("a"):
+        yield
+
+
+@pytest.mark.usefixtures("answering")
 @pytest.mark.parametrize(
     "wait",
     [
@@ -136,20 +135,17 @@ def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
 )
 def test_a_bool_is_no_number_of_seconds(wait: Callable[[Any], Any]) -> None:
     """It would count as 0 or 1, and comes from other packages' ``block``."""
-    config, methods = rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}
-    with Members(config, methods) as members, members.acting("a"):
-        future = rtr.rpc_async("home").answer()
-        with pytest.raises(rtr.ConfigurationError, match=r"seconds.*(True|False)|True must be a number of seconds"):
-            wait(future)
-        assert future.wait() == 42
+    future = rtr.rpc_async("home").answer()
+    with pytest.raises(rtr.ConfigurationError, match=r"seconds.*(True|False)|True must be a number of seconds"):
+        wait(future)
+    assert future.wait() == 42
 
 
+@pytest.mark.usefixtures("answering")
 @pytest.mark.parametrize("wrong", ["x", float("nan"), float("inf"), [1]])
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_what_is_no_time_to_wait_for_a_result_is_refused_by_name(ask: str, wrong: Any) -> None:
-    config, methods = rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}
-    with Members(config, methods) as members, members.acting("a"):
-        future = rtr.rpc_async("home").answer()
-        with pytest.raises(rtr.ConfigurationError, match="timeout is a number of seconds"):
-            getattr(future, ask)(timeout=wrong)
-        assert future.result(timeout=LONG) == 42
+    future = rtr.rpc_async("home").answer()
+    with pytest.raises(rtr.ConfigurationError, match="timeout is a number of seconds"):
+        getattr(future, ask)(timeout=wrong)
+    assert future.result(timeout=LONG) == 42

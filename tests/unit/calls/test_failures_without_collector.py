@@ -129,21 +129,21 @@ def gather(name: str, **options: Any) -> None:
     raise ValueError("returned")
 
 
-def cancel(name: str) -> None:
+def cancel() -> None:
     future = rtr.rpc_async("home").hold()
     future.cancel()
     Held.event.set()
     future.result()
 
 
-def pass_deadline(name: str) -> None:
+def pass_deadline() -> None:
     try:
         rtr.rpc_sync("home", timeout=0.01).hold(torch.ones(SIZE))
     finally:
         Held.event.set()
 
 
-def wait_shortly(name: str) -> None:
+def wait_shortly() -> None:
     future = rtr.rpc_async("home").hold(torch.ones(SIZE))
     try:
         future.result(timeout=0.01)
@@ -152,37 +152,23 @@ def wait_shortly(name: str) -> None:
         future.wait()
 
 
-def stream(name: str) -> None:
-    for _ in rtr.rpc_sync("home").items():
-        pass
-
-
 def queue() -> rtr.Queue:
     return rtr.Queue("q", home="home", maxsize=1)
 
 
-def get_nothing(name: str) -> None:
-    queue().get(timeout=0.01)
-
-
-def put_too_much(name: str) -> None:
+def put_too_much() -> None:
     full = rtr.Queue("full", home="home", maxsize=1)
     for _ in range(2):
         full.put(torch.ones(SIZE), timeout=0.01)
 
 
-def get_unloadable(name: str) -> None:
+def get_unloadable() -> None:
     queue().put(Unloadable())
     queue().get()
 
 
-def pull(name: str) -> None:
-    rtr.WeightStore("none", home="home").pull({"a": torch.empty(SIZE)}, timeout=0.01)
-
-
-def prefetch(name: str) -> None:
-    started = rtr.WeightStore("none", home="home").prefetch({"a": torch.empty(SIZE)}, timeout=0.01)
-    started.wait()
+def store(name: str = "none") -> rtr.WeightStore:
+    return rtr.WeightStore(name, home="home")
 
 
 CALLS: dict[str, Callable[[], object]] = {
@@ -192,10 +178,11 @@ CALLS: dict[str, Callable[[], object]] = {
        for way in (call_back, gather) for each in (fail_by_name, give_unloadable)},
     **{f"{way.__name__} into": (lambda way=way: way("give", into=wrong_buffers()))  # type: ignore[misc]
        for way in (call, call_later)},
-    **{each.__name__: (lambda each=each: each(""))  # type: ignore[misc]
-       for each in (cancel, pass_deadline, wait_shortly, stream, get_nothing, put_too_much, get_unloadable)},
-    "pull": lambda: pull(""),
-    "prefetch": lambda: prefetch(""),
+    **{each.__name__: each for each in (cancel, pass_deadline, wait_shortly, put_too_much, get_unloadable)},
+    "stream": lambda: list(rtr.rpc_sync("home").items()),
+    "get_nothing": lambda: queue().get(timeout=0.01),
+    "pull": lambda: store().pull({"a": torch.empty(SIZE)}, timeout=0.01),
+    "prefetch": lambda: store().prefetch({"a": torch.empty(SIZE)}, timeout=0.01).wait(),
     "gather errors": lambda: gather("fail", return_exceptions=True),
     "an argument that cannot be pickled": lambda: rtr.rpc_sync("home").give(torch.ones(SIZE), threading.Lock()),
     "an argument that cannot be unpickled": lambda: rtr.rpc_sync("home").give(torch.ones(SIZE), Unloadable()),
@@ -203,8 +190,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "no such member": lambda: rtr.rpc_sync("nobody").give(torch.ones(SIZE)),
     "into= for a generator": lambda: rtr.rpc_sync("home", into=wrong_buffers()).items(),
     "no such queue": lambda: rtr.Queue.find("none", home="home"),
-    "weights of other shapes": lambda: rtr.WeightStore("w", home="home").pull({"a": torch.empty(SIZE + 1)}),
-    "weights of other names": lambda: rtr.WeightStore("w", home="home").pull({"b": torch.empty(SIZE)}),
+    "weights of other shapes": lambda: store("w").pull({"a": torch.empty(SIZE + 1)}),
+    "weights of other names": lambda: store("w").pull({"b": torch.empty(SIZE)}),
 }  # fmt: skip
 
 
@@ -241,7 +228,7 @@ def is_flat(operation: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_failure_keeps_nothing(members: Members, kind: str) -> None:
     with members.acting("home"):
-        rtr.WeightStore("w", home="home").publish({"a": torch.ones(SIZE)})
+        store("w").publish({"a": torch.ones(SIZE)})
     assert is_flat(CALLS[kind])
 
 
@@ -261,7 +248,7 @@ def test_an_awaited_failure_keeps_nothing(members: Members) -> None:
         lambda: rtr.rpc_async("home", into=wrong_buffers()).give(),
         lambda: asyncio.gather(rtr.rpc_async("home").fail(), rtr.rpc_async("home").fail()),
         lambda: queue().aget(timeout=0.01),
-        lambda: rtr.WeightStore("none", home="home").apull({"a": torch.empty(SIZE)}, timeout=0.01),
+        lambda: store().apull({"a": torch.empty(SIZE)}, timeout=0.01),
     ]
     loop = asyncio.new_event_loop()
     try:

@@ -541,13 +541,6 @@ def test_stopped_workers_do_what_was_submitted_before_and_after() -> None:
 # --- deadlines --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def deadlines() -> Iterator[Deadlines]:
-    deadlines = Deadlines()
-    yield deadlines
-    deadlines.stop()
-
-
 @contextmanager
 def held_up(deadlines: Deadlines) -> Iterator[None]:
     """No alarm goes off within: the thread is busy with one."""

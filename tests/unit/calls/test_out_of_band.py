@@ -110,19 +110,31 @@ def ship(splitter: Payloads, body: Encoded, routes: Mapping[str, str] = CPU, in_
     return Shipped(*splitter.split(body, "b", routes, {}, in_band, lane="socket"))
 
 
-def test_small_tensors_stay_in_the_message() -> None:
-    depot = Depot()
+Lanes = dict[str, Depot]
+
+
+@pytest.fixture
+def lanes() -> Lanes:
+    return {"depot": Depot(), "gpu depot": Depot()}
+
+
+@pytest.fixture
+def splitter(lanes: Lanes) -> Payloads:
+    """Whose CPU tensors go by the depot, and those of the GPU by the other one."""
+    return Payloads(0, lanes)
+
+
+def test_small_tensors_stay_in_the_message(lanes: Lanes, splitter: Payloads) -> None:
     body = body_of(torch.ones(4), torch.ones(12))
-    shipped = ship(Payloads(0, {"depot": depot}), body, in_band=64)  # just so
+    shipped = ship(splitter, body, in_band=64)  # just so
     assert shipped.body == body and not shipped.beside.exports
     assert shipped.lane is None
-    assert depot.exported == 0
-    assert ship(Payloads(0, {"depot": depot}), body_of(), in_band=0).manifests == ()
+    assert lanes["depot"].exported == 0
+    assert ship(splitter, body_of(), in_band=0).manifests == ()
 
 
-def test_one_byte_more_goes_beside_in_one_export() -> None:
-    depot = Depot()
-    shipped = ship(Payloads(0, {"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
+def test_one_byte_more_goes_beside_in_one_export(lanes: Lanes, splitter: Payloads) -> None:
+    shipped = ship(splitter, body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
     assert shipped.body == Encoded(b"payload", [], (), 0)
     assert shipped.lane == "depot"
     ((lane, positions, runs, descriptor),) = shipped.manifests
@@ -130,7 +142,7 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
     assert [(getattr(torch, name), shape, count) for name, shape, count in runs] == [
         (torch.float32, (4,), 1), (torch.float32, (12,), 1), (torch.float32, (1,), 1),
     ]  # fmt: skip
-    assert depot.exported == 1
+    assert lanes["depot"].exported == 1
 
 
 def copies_to(*described: tuple[int, int, torch.Tensor, tuple[int, ...] | None]) -> Copies:
@@ -139,9 +151,7 @@ def copies_to(*described: tuple[int, int, torch.Tensor, tuple[int, ...] | None])
     return Copies(copies, [target for _, _, target, _ in described])
 
 
-def test_regions_are_copied_from_a_lane_that_brings_the_whole() -> None:
-    depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
+def test_regions_are_copied_from_a_lane_that_brings_the_whole(lanes: Lanes, splitter: Payloads) -> None:
     shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
     target, wide = torch.zeros(3, dtype=torch.int16), torch.zeros(2, 5, dtype=torch.uint8)
     parcels = splitter.receive("a", shipped.manifests)
@@ -149,15 +159,13 @@ def test_regions_are_copied_from_a_lane_that_brings_the_whole() -> None:
     assert read_into(shipped.body, parcels, copies) == [None, None]
     assert target.tolist() == [64 + 65 * 256, 66 + 67 * 256, 68 + 69 * 256]
     assert wide.tolist() == [[0, 64, 66, 68, 0], [0, 164, 166, 168, 0]]
-    assert not depot.stored and not depot.released
+    assert not lanes["depot"].stored and not lanes["depot"].released
     with pytest.raises(LaneUnavailable, match="read already"):
         read_into(shipped.body, parcels, copies)
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_copies_out_of_several_lanes_and_the_message_go_where_they_belong(stays: bool) -> None:
-    lanes = {"depot": Depot(), "gpu depot": Depot()}
-    splitter = Payloads(0, lanes)
+def test_copies_out_of_several_lanes_and_the_message_go_where_they_belong(splitter: Payloads, stays: bool) -> None:
     made = [torch.full((2,), 1.0), torch.empty(3, device="meta"), torch.full((4,), 2.0), torch.full((5,), 3.0)]
     shipped = ship(splitter, body_of(*made), GPU, 1000 if stays else 0)
     targets = [torch.zeros(2), None, torch.zeros(4), None]
@@ -169,9 +177,7 @@ def test_copies_out_of_several_lanes_and_the_message_go_where_they_belong(stays:
 
 @pytest.mark.parametrize("kinds", ["cg", "gc", "ccgg", "cgcgc", "ggc", "gcccg", "g", "c"])
 @pytest.mark.parametrize("in_band", [0, 1000])
-def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
-    lanes = {"depot": Depot(), "gpu depot": Depot()}
-    splitter = Payloads(0, lanes)
+def test_the_order_of_tensors_is_restored(lanes: Lanes, splitter: Payloads, kinds: str, in_band: int) -> None:
     made = [torch.empty(number + 1, device="cpu" if kind == "c" else "meta") for number, kind in enumerate(kinds)]
     shipped = ship(splitter, body_of(*made), GPU, in_band)
     assert len(shipped.body.tensors) == (kinds.count("c") if in_band else 0)
@@ -184,17 +190,16 @@ def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
     assert together.payload == b"payload"
 
 
-def test_what_no_lane_takes_stays_in_the_message() -> None:
-    depot = Depot()
+def test_what_no_lane_takes_stays_in_the_message(lanes: Lanes, splitter: Payloads) -> None:
     body = body_of(torch.ones(4), torch.ones(5))
-    assert ship(Payloads(0, {"depot": depot}), body, {}) == (body, IN_BAND)
-    assert ship(Payloads(0, {"depot": depot}), body, in_band=None) == (body, IN_BAND), "its messages carry all as well"
-    assert not depot.exported
+    assert ship(splitter, body, {}) == (body, IN_BAND)
+    assert ship(splitter, body, in_band=None) == (body, IN_BAND), "its messages carry all as well"
+    assert not lanes["depot"].exported
 
 
-def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    splitter = Payloads(0, {"depot": Depot("no room: 7 MiB are out")})
+def test_a_lane_that_cannot_is_told_of_once(lanes: Lanes, splitter: Payloads, caplog: pytest.LogCaptureFixture) -> None:
     body = body_of(torch.ones(4))
+    lanes["depot"].refuses = "no room: 7 MiB are out"
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(3):
             assert ship(splitter, body) == (body, IN_BAND)
@@ -202,16 +207,14 @@ def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) ->
     (record,) = caplog.records
     assert record.getMessage() == "tensors to b go by socket instead of depot: no room: 7 MiB are out"
     caplog.clear()
-    splitter._lanes["depot"].refuses = "of another kind"  # type: ignore[attr-defined]
+    lanes["depot"].refuses = "of another kind"
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         assert ship(splitter, body).body is body
     assert "of another kind" in caplog.text
 
 
-def test_a_second_export_that_fails_leaves_its_tensors_in_the_message() -> None:
-    lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
-    splitter = Payloads(0, lanes)
-    there = torch.empty(2, device="meta")
+def test_a_second_export_that_fails_leaves_its_tensors_in_the_message(lanes: Lanes, splitter: Payloads) -> None:
+    lanes["gpu depot"].refuses, there = "no handle", torch.empty(2, device="meta")
     shipped = ship(splitter, body_of(torch.ones(4), there), GPU)
     assert shipped.body.tensors == [there] and not lanes["depot"].cancelled
     together = joined(shipped.body, splitter.receive("a", shipped.manifests))
@@ -231,40 +234,33 @@ def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> No
     assert kept[4].dtype is torch.int4 and kept[4].view(torch.uint8).tolist() == [1, 1]
 
 
-def test_cancelling_takes_back_every_export() -> None:
-    lanes = {"depot": Depot(), "gpu depot": Depot()}
-    shipped = ship(Payloads(0, lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
+def test_cancelling_takes_back_every_export(lanes: Lanes, splitter: Payloads) -> None:
+    shipped = ship(splitter, body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
     shipped.beside.cancel()
     assert lanes["depot"].cancelled == lanes["gpu depot"].cancelled == [(1, "box")]
 
 
-def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
-    depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
-    shipped = ship(splitter, body_of(torch.ones(4)))
-    parcels = splitter.receive("a", shipped.manifests)
-    assert not depot.released
+def test_a_parcel_that_nobody_fetches_is_given_up(lanes: Lanes, splitter: Payloads) -> None:
+    parcels = splitter.receive("a", ship(splitter, body_of(torch.ones(4))).manifests)
+    assert not lanes["depot"].released
     del parcels
     gc.collect()
-    assert depot.released == [("a", (1, "box"))]
+    assert lanes["depot"].released == [("a", (1, "box"))]
 
 
-def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
-    depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
-    shipped = ship(splitter, body_of(torch.ones(4)))
-    (parcel,) = splitter.receive("a", shipped.manifests)
+def test_a_parcel_is_fetched_once_and_then_used_and_not_given_up(lanes: Lanes, splitter: Payloads) -> None:
+    (parcel,) = splitter.receive("a", ship(splitter, body_of(torch.ones(4))).manifests)
     parcel.read()
     with pytest.raises(LaneUnavailable, match="read already"):
         parcel.read()
+    parcel.used()
+    assert lanes["depot"].uses == [("a", (1, "box"))], "a lane hears when its tensors have been used"
     del parcel
     gc.collect()
-    assert not depot.released
+    assert not lanes["depot"].released
 
 
-def test_when_one_parcel_fails_the_others_are_given_up() -> None:
-    lanes = {"depot": Depot(), "gpu depot": Depot()}
-    splitter = Payloads(0, lanes)
+def test_when_one_parcel_fails_the_others_are_given_up(lanes: Lanes, splitter: Payloads) -> None:
     shipped = ship(splitter, body_of(torch.empty(2, device="meta"), torch.ones(4)), GPU)
     lanes["gpu depot"].refuses = "cannot map it"
     with pytest.raises(LaneUnavailable):
@@ -286,29 +282,24 @@ def cuda() -> Iterator[Callable[[int, int], torch.Tensor]]:
         yield lambda size, index: torch.empty(size, device=f"cuda:{index}")
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, int], torch.Tensor], share: bool) -> None:
+@pytest.mark.parametrize(
+    ("maps", "share", "manifests", "shared"),
+    [
+        ({0: 0, 1: 0}, False, [("gpu depot", (0, 2, 3)), ("depot", (1,))], []),
+        ({0: 0, 1: 0}, True, [("gpu depot", (0, 2, 3)), ("depot", (1,))], [3]),
+        ({0: "cpu", 1: 0}, True, [("depot", (0, 1, 3)), ("gpu depot", (2,))], [1]),
+    ],
+    ids=["exported", "shared", "those for the CPU travel with its tensors"],
+)
+def test_cuda_tensors_go_by_their_lane_and_are_shared_where_that_is_asked_for(
+    cuda: Callable[[int, int], torch.Tensor], maps: Any, share: bool, manifests: list[Any], shared: list[int]
+) -> None:
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
-    body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
-    routes = {"cpu": "depot", "cuda": "gpu depot"}
-    shipped = Shipped(*Payloads(0, lanes).split(body, "b", routes, {0: 0}, 0, share))
-    assert [manifest[:2] for manifest in shipped.manifests] == [
-        ("gpu depot", (0, 2)), ("depot", (1,)),
-    ]  # fmt: skip
-    assert lanes["gpu depot"].shared == ([2] if share else [])
-    assert lanes["depot"].shared == []
-
-
-def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[int, int], torch.Tensor]) -> None:
-    lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
-    routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
-    shipped = Shipped(*Payloads(0, lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True))
-    assert [manifest[:2] for manifest in shipped.manifests] == [
-        ("depot", (0, 1, 3)), ("gpu depot", (2,)),
-    ]  # fmt: skip
-    assert lanes["gpu depot"].shared == [1]
-    assert not shipped.body.tensors
+    routes = {"cpu": "depot", "cuda": "gpu depot"}
+    shipped = Shipped(*Payloads(0, lanes).split(body, "b", routes, maps, 5 * 4, share))
+    assert [manifest[:2] for manifest in shipped.manifests] == manifests and not shipped.body.tensors
+    assert lanes["gpu depot"].shared == shared and lanes["depot"].shared == []
 
 
 @pytest.mark.parametrize("routes", [{}, {"cuda": "gpu depot"}], ids=["no lane", "a lane that cannot"])
@@ -337,13 +328,3 @@ def test_cuda_tensors_that_no_lane_takes_cross_on_the_cpu(
     assert [str(tensor.device) for tensor in arrived.tensors] == ["cuda:1", "cpu", "cuda:0", "cpu"]
     with pytest.raises(LaneUnavailable, match="it carries no CUDA tensors"):
         splitter.split(body, "b", {}, maps, None, through_cpu=None)
-
-
-def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
-    depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
-    shipped = ship(splitter, body_of(torch.ones(4)))
-    (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.read()
-    parcel.used()
-    assert depot.uses == [("a", (1, "box"))]

@@ -80,32 +80,24 @@ class Actor:
         return what
 
     def methods(self) -> dict[str, Exposed]:
-        plain = exposed(self.note, concurrent=False)
-        made = {"note": plain, "note_beside": plain._replace(concurrent=True)}
-        for name in ("count", "bad", "nest", "acount", "stall"):
-            function = getattr(self, name)
-            on_loop = name in ("acount", "stall")
-            made[name] = exposed(function, concurrent=False, is_coroutine=on_loop, ahead=AHEAD)
-        made["nest"] = made["nest"]._replace(concurrent=True)
+        made = {"note": exposed(self.note, concurrent=False), "note_beside": exposed(self.note)}
+        for function in (self.count, self.bad, self.nest, self.acount, self.stall):
+            note = exposed(function, concurrent=function == self.nest, ahead=AHEAD)
+            made[function.__name__] = note._replace(is_coroutine=inspect.isasyncgenfunction(function))
         return made
 
 
 @pytest.fixture
-def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
-    made = Actor()
-    yield made
-    made.go.set()
+def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Actor:
+    return Actor()
 
 
 @pytest.fixture
 def members(actor: Actor) -> Iterator[Members]:
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG, max_calls_in_flight=1, when_full="reject"), actor.methods())
-    try:
-        with made.acting("a"):
-            yield made
-    finally:
+    config = rtr.GroupConfig(rpc_timeout_s=LONG, max_calls_in_flight=1, when_full="reject")
+    with Members(config, actor.methods()) as made, made.acting("a"):
+        yield made
         actor.go.set()
-        made.close()
 
 
 BOTH = pytest.mark.parametrize("method", ["count", "acount"])
@@ -357,14 +349,12 @@ def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate:
     items.close()
     assert not gate._admitted and actor.log == ["closed", "closed"]
 
-
-def test_an_async_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: Gate) -> None:
-    async def run() -> None:
+    async def on_a_loop() -> None:
         items = in_turn(actor.methods()["acount"])(None, 3)
         assert (await items.__anext__())["number"] == 0 and len(gate._admitted) == 1
         assert [item["number"] async for item in items] == [1, 2] and not gate._admitted
 
-    asyncio.run(run())
+    asyncio.run(on_a_loop())
 
 
 class Decorated:

@@ -27,11 +27,9 @@ def ping(_: None) -> str:
 
 @pytest.fixture
 def members() -> Iterator[Members]:
-    methods = {function.__name__: exposed(function) for function in (fail, ping)}
-    made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
-    with made.acting("a"):
+    methods = {"fail": exposed(fail), "ping": exposed(ping)}
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods) as made, made.acting("a"):
         yield made
-    made.close()
 
 
 @pytest.fixture
