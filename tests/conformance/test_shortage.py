@@ -52,11 +52,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair.close()
 
 
-@pytest.fixture
-def unix() -> Iterator[Pair]:
-    pair = Pair("socket over unix")
-    yield pair
-    pair.close()
+#: Of the socket lane alone.
+by_unix = pytest.mark.parametrize("pair", ["socket over unix"], indirect=True)
 
 
 def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,20 +85,21 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
     assert pair.ask().header == ("echo",)
 
 
-def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair, shortage: Shortage) -> None:
+@by_unix
+def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(pair: Pair, shortage: Shortage) -> None:
     """Or nothing could be sent by it for ever."""
-    unix.ask()
-    lane: Any = unix.b.lane
+    pair.ask()
+    lane: Any = pair.b.lane
     selector = lane.selector
     (accepted,) = selector.of(lane)
     selector.enable(accepted.fd, 0)  # it stands still
     shortage.begin()
     large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
     with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
-        unix.a.lane.call("b", large, 0.1)
+        pair.a.lane.call("b", large, 0.1)
     shortage.end()
     selector.enable(accepted.fd)
-    assert unix.ask().header == ("echo",)
+    assert pair.ask().header == ("echo",)
 
 
 @pytest.mark.parametrize("error", [KeyError("a fault"), OSError(9, "closed")], ids=repr)
@@ -119,14 +117,15 @@ def test_a_request_that_fails_at_its_listener_costs_its_connection(
     assert pair.ask().header == ("echo",)
 
 
-def test_a_request_that_could_not_begin_is_in_flight_no_more(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    unix.ask()
-    connection = unix.a.lane._made["b"]  # type: ignore[attr-defined]
+@by_unix
+def test_a_request_that_could_not_begin_is_in_flight_no_more(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.ask()
+    connection = pair.a.lane._made["b"]  # type: ignore[attr-defined]
     failing = Failing([MemoryError()], connection._ensure_reader)
     monkeypatch.setattr(connection, "_ensure_reader", failing)
     with pytest.raises(MemoryError):
-        unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
-    assert not connection._pending and unix.ask().header == ("echo",)
+        pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
+    assert not connection._pending and pair.ask().header == ("echo",)
 
 
 @pytest.mark.parametrize("step", [10_000, 69_000, 300_000])

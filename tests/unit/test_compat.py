@@ -39,29 +39,58 @@ def seen() -> dict[str, Any]:
     return result
 
 
-def test_an_agent_starts_alone_and_publishes_its_address(seen: dict[str, Any]) -> None:
-    """_distributed_c10d.HashStore, _distributed_rpc.TensorPipeAgent, rpc.api._init_rpc_states, and the options
-    _transports and _channels: without them members need init_rpc and a rendezvous server. The address lies in
-    the store under "addrs/<name>"."""
-    assert seen["url"].startswith("uv://"), "how an agent publishes its address has changed"
+NONE = torch_internals.NO_CONTEXT
+#: By what a release of torch may change: the outcomes of steps of the agents, or a part of the text.
+STEPS: dict[str, dict[str, Any]] = {
+    # _distributed_c10d.HashStore, _distributed_rpc.TensorPipeAgent, rpc.api._init_rpc_states, and the options
+    # _transports and _channels: without them members need init_rpc and a rendezvous server. The address lies in the
+    # store under "addrs/<name>".
+    "an agent starts alone and publishes its address": {"url": "uv://"},
+    # _is_current_rpc_agent_set: without it, joining crashes a process that uses init_rpc.
+    "a user's own agent is noticed": {"agent before": False, "agent after": True, "agent stopped": False},
+    # rpc.api._ALL_WORKER_NAMES and _set_profiler_node_id: without them _all_gather returns its own entry alone, and
+    # profiles do not tell which member an event comes from: by the agent's worker id.
+    "collectives and profiles know the workers": {
+        "names": ["a", "b"],
+        "names without it": ["a"],
+        "node ids": [11],
+    },
+    # _update_group_membership and WorkerInfo: without them no member meets another, nor does torch's own API find the
+    # members by their rpc_name.
+    "an agent can be told of a peer": {"call": 3, "call by name": 3},
+    # rpc.api._to_worker_info and rpc.internal._pickler: without them rpc_sync(1, ...) does not know ranks, and classes
+    # of the driver's __main__ cannot be sent. rpc.init_rpc, which is replaced, fails with a remedy.
+    "torch's own API takes ranks and another pickler": {"adapted": [3, 3, 3, True, "no init_rpc here"]},
+    # rpc.api._ALL_WORKER_NAMES, and _update_group_membership with is_join=False: without them members cannot leave, and
+    # a restarted one has the address of before.
+    "a peer that was removed is refused and its name can be had": {
+        "removed": "could not find destination",
+        "id of the next": 14,
+        "exit code": 0,
+    },
+    # It forgets without a lock: did that change what an answer reads, the process would crash.
+    "an agent answers while it is told of peers and to forget them": {"answers while peers come and go": 200},
+    # Not a name but a text: the torchrpc lane knows a timeout by it; all other RuntimeErrors mean something else.
+    "a deadline is told by its text": {"timeout": "RPC ran for more than set timeout"},
+    # _distributed_rpc.PyRRef: without it the codec pickles RRefs instead of lifting them out.
+    "an rref is known by its type": {"rref": True, "rref value": 3},
+    # dist_autograd._init: without it no gradient crosses a member; a second id must not reach torch.
+    "distributed autograd takes one id per process": {"autograd id before": None, "autograd id": [11, 11, 11]},
+    # dist_autograd._get_max_id, whose upper bits are the id: without it a process that once used init_rpc cannot join a
+    # group.
+    "the id that distributed autograd took before can be read": {"autograd id as torch has it": 11},
+    # _ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set and
+    # clear the context: without them methods, which run on their own threads, are lost to the backward pass.
+    "an autograd context can be entered on another thread": {
+        "contexts": [NONE, True, NONE, True, NONE, True, [3.0, 3.0], NONE],
+    },
+}
 
 
-def test_a_users_own_agent_is_noticed(seen: dict[str, Any]) -> None:
-    """_is_current_rpc_agent_set: without it, joining crashes a process that uses init_rpc."""
-    assert (seen["agent before"], seen["agent after"], seen["agent stopped"]) == (False, True, False)
-
-
-def test_torchs_collectives_and_profiles_know_the_workers(seen: dict[str, Any]) -> None:
-    """rpc.api._ALL_WORKER_NAMES and _set_profiler_node_id: without them _all_gather returns its own entry alone,
-    and profiles do not tell which member an event comes from."""
-    assert (seen["names"], seen["names without it"]) == (["a", "b"], ["a"])
-    assert seen["node ids"] == [11], "the agent's worker id"
-
-
-def test_an_agent_can_be_told_of_a_peer(seen: dict[str, Any]) -> None:
-    """_update_group_membership and WorkerInfo: without them no member meets another."""
-    assert seen["call"] == 3
-    assert seen["call by name"] == 3, "torch's own API does not find the members by their rpc_name"
+@pytest.mark.parametrize("change", STEPS)
+def test_agents_do_what_members_need_of_them(seen: dict[str, Any], change: str) -> None:
+    for step, expected in STEPS[change].items():
+        assert expected in seen[step] if isinstance(expected, str) else expected == seen[step], (step, seen[step])
 
 
 def test_functions_that_need_an_agent_are_where_they_are_made_to_start_it() -> None:
@@ -70,50 +99,9 @@ def test_functions_that_need_an_agent_are_where_they_are_made_to_start_it() -> N
     assert all(hasattr(torch.distributed.rpc, name) for name in torch_internals.NEEDS_AGENT)
 
 
-def test_torchs_own_api_takes_ranks_and_another_pickler(seen: dict[str, Any]) -> None:
-    """rpc.api._to_worker_info and rpc.internal._pickler: without them rpc_sync(1, ...) does not know ranks, and classes
-    of the driver's __main__ cannot be sent. rpc.init_rpc, which is replaced, fails with a remedy."""
-    assert seen["adapted"] == [3, 3, 3, True, "no init_rpc here"]
-
-
-def test_a_peer_that_was_removed_is_refused_and_its_name_can_be_had(seen: dict[str, Any]) -> None:
-    """rpc.api._ALL_WORKER_NAMES, and _update_group_membership with is_join=False: without them members cannot leave,
-    and a restarted one has the address of before."""
-    assert "could not find destination" in seen["removed"]
-    assert (seen["id of the next"], seen["exit code"]) == (14, 0)
-
-
 def test_removing_a_peer_ends_no_process_that_repeats_a_message_about_an_rref_to_it(seen: dict[str, Any]) -> None:
     """torch repeats it a second later, on a thread whose exceptions end the process."""
     assert seen["rref to keep"] == 3 and seen["copied"] == "waits for the owner"
-
-
-def test_an_agent_answers_while_it_is_told_of_peers_and_to_forget_them(seen: dict[str, Any]) -> None:
-    """It forgets without a lock: did that change what an answer reads, the process would crash."""
-    assert seen["answers while peers come and go"] == 200
-
-
-def test_a_deadline_is_told_by_its_text(seen: dict[str, Any]) -> None:
-    """Not a name but a text: the torchrpc lane knows a timeout by it; all other RuntimeErrors mean something else."""
-    assert "RPC ran for more than set timeout" in seen["timeout"]
-
-
-def test_an_rref_is_known_by_its_type(seen: dict[str, Any]) -> None:
-    """_distributed_rpc.PyRRef: without it the codec pickles RRefs instead of lifting them out."""
-    assert seen["rref"] is True
-    assert seen["rref value"] == 3
-
-
-def test_distributed_autograd_takes_one_id_per_process(seen: dict[str, Any]) -> None:
-    """dist_autograd._init: without it no gradient crosses a member; a second id must not reach torch."""
-    assert seen["autograd id before"] is None
-    assert seen["autograd id"] == [11, 11, 11]
-
-
-def test_the_id_that_distributed_autograd_took_before_can_be_read(seen: dict[str, Any]) -> None:
-    """dist_autograd._get_max_id, whose upper bits are the id: without it a process that once used init_rpc cannot
-    join a group."""
-    assert seen["autograd id as torch has it"] == 11
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +118,6 @@ def test_an_id_that_somebody_else_gave_distributed_autograd_stays_in_force() -> 
     dist_autograd._init(11)
     ids = torch_internals
     assert [ids.autograd_id(), ids.init_autograd(77), ids.init_autograd(78), ids.autograd_id()] == [11] * 4
-
-
-def test_an_autograd_context_can_be_entered_on_another_thread(seen: dict[str, Any]) -> None:
-    """_ZN5torch11distributed8autograd21DistAutogradContainer's static members in libtorch_cpu.so, which read, set
-    and clear the context: without them methods, which run on their own threads, are lost to the backward pass."""
-    none = torch_internals.NO_CONTEXT
-    assert seen["contexts"] == [none, True, none, True, none, True, [3.0, 3.0], none]
 
 
 def test_tensors_are_flattened_in_one_call() -> None:

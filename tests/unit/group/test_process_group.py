@@ -186,11 +186,7 @@ def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -
     return sums
 
 
-def test_gloo_makes_its_connections_by_it() -> None:
-    assert reduced(3, lambda _: False, []) == dict.fromkeys(range(3), 3.0)
-
-
-def test_a_reply_brings_all_addresses_that_gloo_has_published_by_then() -> None:
+def test_gloo_connects_by_it_and_a_reply_brings_all_addresses_that_are_published_by_then() -> None:
     ranks, requests, one_by_one = 24, list[str](), list[str]()
     assert reduced(ranks, lambda value: len(value) > 128, requests) == dict.fromkeys(range(ranks), 276.0)
     assert reduced(ranks, lambda _: False, one_by_one) == dict.fromkeys(range(ranks), 276.0)

@@ -78,9 +78,8 @@ def source() -> Source:
 
 @pytest.fixture
 def members() -> Iterator[Members]:
-    made = Members(rtr.GroupConfig())
-    yield made
-    made.close()
+    with Members(rtr.GroupConfig()) as made:
+        yield made
 
 
 def test_each_difference_is_added_once(source: Source) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -142,36 +144,31 @@ def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members() -> 
 # --- users ----------------------------------------------------------------------------------------------------------
 
 
-def form(first: Endpoint, second: Endpoint, watcher: Endpoint, across_users: bool = False) -> Roster:
-    probes = probes_of({"a": first, "b": second})
+def user(number: int, uid: int, **changes: Any) -> Endpoint:
+    return clusters.member(number, uid=uid, **changes)
+
+
+OTHERS = {"namespaces": clusters.member(1).namespaces | {"user": "another"}}
+
+
+@pytest.mark.parametrize(
+    ("second", "watcher", "across_users", "said"),
+    [
+        (user(1, 1001), user(0, 1000), False, r"a \(uid 1000\) and b \(uid 1001\).*across_users=True"),
+        (user(1, 1001), user(0, 1000), True, None),
+        (user(1, 1000), user(2, 0), False, r"a \(uid 1000\) and the process that forms the group \(uid 0\)"),
+        (user(1, 1000, **OTHERS), user(0, 1000), False, "user namespaces"),
+        (user(1, 1001, host=1), user(0, 1000), False, None),  # by TCP
+    ],
+    ids=["two users", "a group across users", "who forms it", "user namespaces", "users of two hosts"],
+)
+def test_users_of_one_host_need_a_group_formed_across_users(
+    second: Endpoint, watcher: Endpoint, across_users: bool, said: str | None
+) -> None:
+    probes = probes_of({"a": user(0, 1000), "b": second})
     roster = Roster("default", GroupConfig(across_users=across_users), Owner("job", None), watcher)
-    return roster.admit(dict.fromkeys(probes), probes)
-
-
-def test_members_of_two_users_on_one_host_need_a_group_formed_across_users() -> None:
-    first, other = clusters.member(0, uid=1000), clusters.member(1, uid=1001)
-    with pytest.raises(ConfigurationError, match=r"a \(uid 1000\) and b \(uid 1001\).*across_users=True"):
-        form(first, other, first)
-    assert len(form(first, other, first, across_users=True).records) == 2
-
-
-def test_the_process_that_forms_the_group_counts_too() -> None:
-    first, second = clusters.member(0, uid=1000), clusters.member(1, uid=1000)
-    with pytest.raises(ConfigurationError, match=r"a \(uid 1000\) and the process that forms the group \(uid 0\)"):
-        form(first, second, clusters.member(2, uid=0))
-
-
-def test_members_of_two_user_namespaces_count_as_two_users() -> None:
-    first = clusters.member(0, uid=0)
-    inside = clusters.member(1, uid=0)
-    inside = inside.changed({"namespaces": {**inside.namespaces, "user": "another"}})
-    with pytest.raises(ConfigurationError, match="user namespaces"):
-        form(first, inside, first)
-
-
-def test_users_of_different_hosts_connect_by_tcp_and_need_nothing() -> None:
-    first, far = clusters.member(0, uid=1000), clusters.member(1, host=1, uid=1001)
-    assert len(form(first, far, first).records) == 2
+    with nullcontext() if said is None else pytest.raises(ConfigurationError, match=said):
+        assert len(roster.admit(dict.fromkeys(probes), probes).records) == 2
 
 
 def test_a_rank_that_some_member_may_know_is_not_given_again() -> None:

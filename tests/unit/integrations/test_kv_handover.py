@@ -58,25 +58,27 @@ def loaded(
     return load.rows
 
 
-def test_the_blocks_of_all_tokens_but_the_last_are_read() -> None:
-    assert loaded(prefilled([[5, 6, 7]], 9), 9, [[1, 2, 3]]) == [([5, 6], [1, 2])]
-    assert loaded(prefilled([[5, 6, 7]], 10), 10, [[1, 2, 3]]) == [([5, 6, 7], [1, 2, 3])]
-
-
-def test_what_the_decode_engine_has_is_not_read() -> None:
-    assert loaded(prefilled([[5, 6, 7]], 12), 12, [[1, 2, 3]], computed=8) == [([7], [3])]
-    assert loaded(prefilled([[5, 6, 7]], 9), 9, [[1, 2, 3]], computed=8) == []
-    some = loaded(prefilled([[5, 6, 7]], 12), 12, [[1, 2, 3]], computed=4, external=4)
-    assert some == [([6], [2])], "the scheduler may want fewer"
-
-
-def test_blocks_outside_of_a_window_are_not_read() -> None:
-    parameters = prefilled([[5, 6, 7, 8], [0, 0, 3, 4]], 16, 4, 4)
-    assert loaded(parameters, 16, [[1, 2, 9, 8], [0, 0, 11, 12]], 0, 4, 4) == [
-        ([5, 6, 7, 8], [1, 2, 9, 8]),
-        ([3, 4], [11, 12]),
-    ]
-    assert loaded(parameters, 16, [[1, 2, 9, 8], [0, 10, 11, 12]], 0, 4, 4) is None, "a block is gone: compute all"
+@pytest.mark.parametrize(
+    ("blocks", "tokens", "here", "computed", "external", "rows"),
+    [
+        # All tokens but the last.
+        ([[5, 6, 7]], 9, [[1, 2, 3]], 0, None, [([5, 6], [1, 2])]),
+        ([[5, 6, 7]], 10, [[1, 2, 3]], 0, None, [([5, 6, 7], [1, 2, 3])]),
+        # What the decode engine has is not read; its scheduler may want fewer.
+        ([[5, 6, 7]], 12, [[1, 2, 3]], 8, None, [([7], [3])]),
+        ([[5, 6, 7]], 9, [[1, 2, 3]], 8, None, []),
+        ([[5, 6, 7]], 12, [[1, 2, 3]], 4, 4, [([6], [2])]),
+        # Blocks outside of a window are not read. Where one of the others is gone, all is computed.
+        ([[5, 6, 7, 8], [0, 0, 3, 4]], 16, [[1, 2, 9, 8], [0, 0, 11, 12]], 0, None,
+         [([5, 6, 7, 8], [1, 2, 9, 8]), ([3, 4], [11, 12])]),
+        ([[5, 6, 7, 8], [0, 0, 3, 4]], 16, [[1, 2, 9, 8], [0, 10, 11, 12]], 0, None, None),
+    ],
+)  # fmt: skip
+def test_blocks_that_the_decode_engine_lacks_are_read(
+    blocks: list[list[int]], tokens: int, here: list[list[int]], computed: int, external: int | None, rows: Any
+) -> None:
+    sizes = [4] * len(blocks)
+    assert loaded(prefilled(blocks, tokens, *sizes), tokens, here, computed, *sizes, external=external) == rows
 
 
 def test_caches_that_do_not_fit_are_not_read(caplog: pytest.LogCaptureFixture) -> None:

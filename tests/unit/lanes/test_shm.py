@@ -365,16 +365,3 @@ def test_what_a_process_sent_before_it_ended_is_lost_with_it(lanes: Lanes, lent:
         receiver.read("s", descriptor, shapes(flat))
     assert lost.value.peer == "s"
     receiver.release("s", descriptor)
-
-
-def test_what_the_caller_copies_keeps_its_memory_until_then(lanes: Lanes) -> None:
-    sender, receiver = lanes(), lanes()
-    receiver.connect([PeerAddress("s", sender.address)])
-    descriptor = sender.export([full(7)], "r", {}).descriptor
-    strided = torch.zeros(2 * SIZE, dtype=torch.uint8)[::2]
-    (left,) = receiver.read("s", descriptor, shapes(full(7)), Copies.whole([strided]))
-    assert left is not None and sender.in_use() == SIZE
-    strided.copy_(left)
-    assert bool((strided == 7).all())
-    del left
-    assert sender.in_use() == 0
