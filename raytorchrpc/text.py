@@ -157,13 +157,15 @@ class Shown:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def paragraph(head: str, text: str, width: int) -> str:
-    """``text`` behind ``head``, in lines of at most ``width`` and at most 100 columns; all but the first indented."""
-    indent = " " * 4
-    width = min(max(width, len(head) + 20), _WIDEST_TEXT)
-    return textwrap.fill(
-        text, width, initial_indent=head, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def paragraph(head: str, text: str, width: int | None = None, indent: int = 4) -> str:
+    """``text`` behind ``head``, in lines of at most ``width`` and at most 100 columns.
+
+    Args:
+        width: columns that are available; None: those of the terminal.
+        indent: spaces before all lines but the first.
+    """
+    width = min(max(terminal_columns() if width is None else width, len(head) + 20), _WIDEST_TEXT)
+    return textwrap.fill(text, width, initial_indent=head, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def list_cell(items: str, width: int) -> str:

@@ -222,14 +222,11 @@ app.add_typer(examples, name="examples")
 @examples.command("list")
 def list_examples() -> None:
     """List the examples that come with the package."""
-    from textwrap import fill
-
     from raytorchrpc.cli.examples import listed
-    from raytorchrpc.text import terminal_columns
+    from raytorchrpc.text import paragraph
 
     for example in listed():
-        head, shows = f"{example.name:24}", example.shows.replace("`", "")
-        typer.echo(fill(shows, terminal_columns(), initial_indent=head, subsequent_indent=" " * len(head)))
+        typer.echo(paragraph(f"{example.name:24}", example.shows.replace("`", ""), indent=24))
 
 
 @examples.command()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +17,10 @@ from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.doctor.report import LEVELS, Evidence, Finding, NodeReport, Report
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.process.ray_session import running_cluster
-from raytorchrpc.text import terminal_columns
+from raytorchrpc.text import paragraph
 
 DEFAULT_TIMEOUT_S = 60.0
+_INDENT = 15
 
 
 def run(
@@ -102,21 +102,13 @@ def _show_nccl(node: NodeReport) -> None:
         advised = "unset" if advice.value is None else advice.value
         chosen = f"; set here: {own}" if (own := node.evidence.nccl.get(name)) is not None else ""
         job = "; set it for the whole job, in runtime_env" if advice.both_ends and advice.value is not None else ""
-        _print(f"  {name}: {advised}  ({advice.reason}{job}{chosen})")
+        print(paragraph(f"  {name}: ", f"{advised} ({advice.reason}{job}{chosen})", indent=_INDENT))
 
 
 def _show_findings(title: str, findings: Sequence[Finding]) -> None:
     print(f"\n{title}")
     for finding in sorted(findings, key=lambda finding: -LEVELS.index(finding.level)):
-        _print(f"  {finding.level:<8} {finding.id}: {finding.seen}")
-        if finding.meaning:
-            _print(f"           means: {finding.meaning}")
-        if finding.remedy:
-            _print(f"           do: {finding.remedy}")
-
-
-def _print(line: str) -> None:
-    """Print a line, which a terminal shows as several if it is too narrow."""
-    if sys.stdout.isatty():
-        line = textwrap.fill(line, terminal_columns(), subsequent_indent=" " * 15, break_on_hyphens=False)
-    print(line)
+        print(paragraph(f"  {finding.level:<8} {finding.id}: ", finding.seen, indent=_INDENT))
+        for head, text in (("means", finding.meaning), ("do", finding.remedy)):
+            if text:
+                print(paragraph(f"           {head}: ", text, indent=_INDENT))

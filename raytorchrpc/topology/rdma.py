@@ -56,13 +56,16 @@ def _ibv_obstacle(endpoint: Endpoint) -> str | None:
             f"{obstacle}. TensorPipe opens only the first of {len(endpoint.hcas)} adapters, {endpoint.hcas[0].name}: "
             f"let the container see only adapters that work, or use NCCL"
         )
-    if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
-        return (
-            f"the process may lock only {endpoint.memlock_bytes / MIB:.0f} MiB of memory and RDMA buffers "
-            f"are locked; raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity in the runtime: "
-            f"IPC_LOCK alone does nothing for a user other than root)"
-        )
-    return None
+    return _memlock_obstacle(endpoint)
+
+
+def _memlock_obstacle(endpoint: Endpoint) -> str | None:
+    if endpoint.memlock_bytes is None or endpoint.memlock_bytes >= MIN_MEMLOCK_BYTES:
+        return None
+    return (
+        f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked, and RDMA locks its buffers; raise the "
+        f"limit (ulimit -l unlimited: IPC_LOCK alone does nothing for a user other than root)"
+    )
 
 
 def tensorpipe_obstacle(hca: Hca) -> str | None:
@@ -136,12 +139,8 @@ def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
 
 def nixl_backend(endpoint: Endpoint) -> str:
     """By what NIXL reaches other hosts: LIBFABRIC where there are EFA adapters and no others that work, else UCX."""
-    return "LIBFABRIC" if has_efa(endpoint) and not usable_ports(endpoint) else "UCX"
-
-
-def has_efa(endpoint: Endpoint) -> bool:
-    """Whether it has an EFA adapter that it may open."""
-    return any(hca.driver == "efa" and hca.verbs_device is not False for hca in endpoint.hcas)
+    has_efa = any(hca.driver == "efa" and hca.verbs_device is not False for hca in endpoint.hcas)
+    return "LIBFABRIC" if has_efa and not usable_ports(endpoint) else "UCX"
 
 
 def is_worth_using(endpoint: Endpoint) -> bool:
@@ -181,8 +180,8 @@ def _rdma_alone(endpoint: Endpoint, cuda: bool, efa: bool) -> str | None:
         return "no RDMA adapter"
     if not efa and not _fabrics(endpoint):
         return "no adapter has an active port that may be opened (EFA needs a plug-in, which cannot be detected)"
-    if endpoint.memlock_bytes is not None and endpoint.memlock_bytes < MIN_MEMLOCK_BYTES:
-        return f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked; raise the limit (ulimit -l)"
+    if obstacle := _memlock_obstacle(endpoint):
+        return obstacle
     if cuda and not endpoint.peer_memory and not all(gpu.dma_buf for gpu in endpoint.gpus):
         return "adapters cannot reach GPU memory; load nvidia-peermem, or use the open GPU driver (DMA-BUF)"
     return None

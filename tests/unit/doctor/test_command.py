@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,15 +66,11 @@ def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(tmp_path: Path
     assert lines[-1] == "1 problem, 1 note"
 
 
-def test_a_terminal_gets_lines_that_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
     whole = told(tmp_path).stdout
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    command_line.exit_code_of("doctor", "--sysfs-root", str(tmp_path))
-    out = capsys.readouterr().out
+    out = told(tmp_path).stdout
     assert max(map(len, out.splitlines())) <= 80 < max(map(len, whole.splitlines()))
     assert "".join(out.split()) == "".join(whole.split()), "nothing is cut off"
 

@@ -230,7 +230,7 @@ CASES = {
     ),
     "8 MiB memlock": Case(
         APART,
-        ("ibv: not used, the process may lock only 8 MiB of memory",),
+        ("ibv: not used, only 8 MiB of memory may be locked",),
         ("LimitMEMLOCK=infinity",),
     ),
     "no verbs devices": Case(
