@@ -64,7 +64,8 @@ def _memlock_obstacle(endpoint: Endpoint) -> str | None:
         return None
     return (
         f"only {endpoint.memlock_bytes / MIB:.0f} MiB of memory may be locked, and RDMA locks its buffers; raise the "
-        f"limit (ulimit -l unlimited: IPC_LOCK alone does nothing for a user other than root)"
+        f"limit (ulimit -l unlimited, LimitMEMLOCK=infinity in the runtime: IPC_LOCK alone does nothing for a user "
+        f"other than root)"
     )
 
 
