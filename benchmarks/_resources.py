@@ -74,7 +74,7 @@ def in_flight() -> int:
     """Outgoing calls in flight, methods that run or wait here, exports of CUDA tensors; 0 at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
-    connections: list[Any] = list(lanes["socket"]._selector.connections.values())  # type: ignore[attr-defined]
+    connections: list[Any] = list(lanes["socket"].selector.connections.values())  # type: ignore[attr-defined]
     ipc: Any = member.tensor_lanes.get("cuda_ipc")
     if ipc is not None:
         ipc.reap()
