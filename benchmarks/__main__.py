@@ -19,17 +19,15 @@ from raytorchrpc.bench.tables import LEGEND, gaps, tables
 
 #: The benchmarks that run by default, by name: the module with a function of that name.
 ALL = {
-    **dict.fromkeys(("calls", "huge_pages", "objectrefs", "observability", "tensors"), "transfers"),
-    **dict.fromkeys(
-        ("weights", "sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers"), "weights"
-    ),
-    **{name: name for name in ("atari", "protection", "queues", "regions", "switch_interval")},
+    **dict.fromkeys(("huge_pages", "objectrefs", "observability"), "transfers"),
+    **dict.fromkeys(("weights", "sharded_weights"), "weights"),
+    **{name: name for name in ("atari", "protection", "queues", "switch_interval")},
 }
 #: Those that run only when they are named.
-NAMED = {name: name for name in ("call_steps", "crowds", "scale", "soak", "transferqueue")}
+NAMED = {name: name for name in ("scale", "soak")}
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
-CPUS = {"atari": 72, **dict.fromkeys(("crowds", "scale"), os.cpu_count() or 4)}
+CPUS = {"atari": 72, "scale": os.cpu_count() or 4}
 
 
 def load(name: str) -> Callable[..., list[Figure]]:
@@ -46,7 +44,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the least that shows that a benchmark works")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a result for each benchmark into it")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
-    parser.add_argument("--members", help="crowds: members; scale: members of each group, comma-separated")
+    parser.add_argument("--members", help="scale: members of each group, comma-separated")
     parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")
     options = vars(parser.parse_args())
     names, quick, tiny, folder = (options.pop(name) for name in ("names", "quick", "tiny", "json"))

@@ -1,4 +1,4 @@
-"""Benchmarks by the engine of ``raytorchrpc bench``: calls, tensors, huge pages, ObjectRefs, metrics and traces."""
+"""Benchmarks by the engine of ``raytorchrpc bench``: huge pages, ObjectRefs, metrics and traces."""
 
 from __future__ import annotations
 
@@ -12,40 +12,12 @@ import ray
 from benchmarks._harness import Pick, Unavailable, engine, gpu_count
 from raytorchrpc._compat import requirements
 from raytorchrpc.bench.cases import Figure
-from raytorchrpc.bench.contestants import CALLS, Contestant, choose, rdt
+from raytorchrpc.bench.contestants import Contestant, rdt
 from raytorchrpc.bench.patterns import Pattern
 
 
 def _ours(name: str, **more: Any) -> Contestant:
     return Contestant(name, "group", name, **more)
-
-
-def calls(pick: Pick) -> list[Figure]:
-    """Direct calls beside Ray's and bare torchrpc's, with CPU tensors of several sizes, and with several in flight."""
-    contestants = choose(
-        pick(["raytorchrpc", "ray", "bare-torchrpc"], ["raytorchrpc", "ray", "bare-torchrpc"], ["raytorchrpc", "ray"]),
-        CALLS,
-    )
-    sizes = 0, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000
-    effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
-    flights = [
-        Pattern(f"{count} in flight", "calls/s", in_flight=count) for count in pick((1, 8, 64), (1, 8, 64), (8,))
-    ]
-    some = pick(sizes, sizes[:-1], sizes[:2])
-    return engine(contestants, [Pattern("calls")], some, **effort) + engine(contestants, flights, [0], **effort)
-
-
-def tensors(pick: Pick) -> list[Figure]:
-    """Tensors that ``raytorchrpc bench`` has no case for: borrowed ones, and many small ones in one call."""
-    gpus = gpu_count()
-    if not gpus:
-        raise Unavailable("it needs a GPU, and Ray has none")
-    ends = [_ours("share=True", options={"share": True}, one_gpu=True), _ours("copied", one_gpu=True)]
-    figures = engine(ends, [Pattern("between two actors on one GPU")], [1_250, 640_000_000], "cuda")
-    if gpus > 1:
-        patterns = [Pattern("in one tensor"), Pattern("in 400 tensors", tensors=400)]
-        figures += engine([_ours("raytorchrpc")], patterns, [400 * 256 * 1024], "cuda")
-    return figures
 
 
 def huge_pages(pick: Pick) -> list[Figure]:
@@ -88,7 +60,7 @@ def objectrefs(pick: Pick) -> list[Figure]:
     nixl = rdt("RDT nixl", "NIXL", "nixl", needs=("nixl",))
     zero = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
     zero_copy = rdt("object store, zero-copy", "Ray's object store, zero-copy", None, in_store=True, env=zero)
-    patterns = [Pattern("ObjectRefs"), *pick([Pattern("ObjectRefs, 1000 tensors", tensors=1000)], [], [])]
+    patterns = [Pattern("ObjectRefs")]
     effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
     sizes = pick((20_000, 1_250_000, 40_000_000), (20_000, 40_000_000), (20_000,))
     figures = engine(

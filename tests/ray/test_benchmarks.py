@@ -19,7 +19,7 @@ def _no_environment(cluster: None) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "calls" else pytest.mark.slow) for name in (*ALL, *NAMED)]
+    "name", [pytest.param(name, marks=() if name == "protection" else pytest.mark.slow) for name in (*ALL, *NAMED)]
 )
 def test_every_benchmark_has_figures(name: str) -> None:
     try:
