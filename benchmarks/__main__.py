@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks._harness import Pick, Unavailable, local_ray, machine
 from raytorchrpc.bench.cases import Figure
-from raytorchrpc.bench.results import Result, tree, write_file
+from raytorchrpc.bench.results import Result, tree
 from raytorchrpc.bench.tables import LEGEND, gaps, tables
 
 #: The benchmarks that run by default, by name: the module with a function of that name.
@@ -85,7 +85,7 @@ def run(name: str, pick: Pick, options: dict[str, object], folder: Path | None) 
     sys.stdout.flush()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / f"{name}.json", result.to_json())
+        (folder / f"{name}.json").write_text(result.to_json())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.bench import runs
 from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, measure
 from raytorchrpc.bench.contestants import Contestant
-from raytorchrpc.bench.patterns import Options, Pattern
+from raytorchrpc.bench.options import Options
+from raytorchrpc.bench.patterns import Pattern
 
 T = TypeVar("T")
 Pick = Callable[[T, T, T], T]

@@ -11,6 +11,7 @@ import ray
 
 from benchmarks._harness import Pick, Unavailable, engine, gpu_count
 from raytorchrpc._compat import requirements
+from raytorchrpc.bench import site
 from raytorchrpc.bench.cases import Figure
 from raytorchrpc.bench.contestants import Contestant, rdt
 from raytorchrpc.bench.patterns import Pattern
@@ -57,7 +58,7 @@ def objectrefs(pick: Pick) -> list[Figure]:
         rdt("object store", "Ray's object store", None, in_store=True),
     )
     gloo, nccl = rdt("RDT gloo", "Gloo", "gloo"), rdt("RDT nccl", "NCCL", "nccl")
-    nixl = rdt("RDT nixl", "NIXL", "nixl", needs=("nixl",))
+    nixl = rdt("RDT nixl", "NIXL", "nixl", site.nixl)
     zero = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
     zero_copy = rdt("object store, zero-copy", "Ray's object store, zero-copy", None, in_store=True, env=zero)
     patterns = [Pattern("ObjectRefs")]
@@ -86,5 +87,5 @@ def observability(pick: Pick) -> list[Figure]:
             return group.trace(Path(folder, "trace.json"))
 
         ends = [_ours("all off"), _ours("metrics_period_s=1", config={"metrics_period_s": 1.0})]
-        ends.append(_ours("traced", own_turn=True, around=traced))
+        ends.append(_ours("traced", around=traced))
         return engine(ends, [Pattern("an empty call")], [0], rounds=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))

@@ -4,9 +4,9 @@
 |---|---|
 | ``cases`` | a case (contestants, sizes, what a turn does), and how its contestants take turns |
 | ``results``, ``tables``, ``plots`` | the file of a run, and the field's published figures; tables; pictures |
-| ``contestants``, ``patterns`` | every link that is compared; what members do in a turn; the user's options |
-| ``site`` | what a host, or a pair of hosts, can do; why a contestant cannot run there |
-| ``links``, ``actors`` | inside the actors: the ways to reach a peer, and the loops that measure them |
+| ``patterns``, ``actors`` | what members do in a turn; inside the actors: each way to reach a peer, and the loops |
+| ``site``, ``contestants`` | what hosts can do; every link that is compared, and why it cannot run there |
+| ``options`` | the user's options |
 | ``teams``, ``runs`` | in the driver: the actors of a contestant; a whole run |
 
 A sample is one tensor in one direction and an acknowledgement: a call with a tensor argument that returns None. The

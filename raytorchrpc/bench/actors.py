@@ -1,192 +1,194 @@
-"""Inside the actors: the loops that measure a link."""
+"""Inside the actors: the ways to reach a peer, and the loops that measure them.
+
+A call has a tensor argument, or none, and returns when all of it is at the other end and the acknowledgement has
+arrived.
+"""
 
 from __future__ import annotations
 
-import math
+import ctypes
 import os
-import threading
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+import ray
 import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.cases import Device, Failed
-from raytorchrpc.bench.links import LINKS, Calls, take
-from raytorchrpc.bench.patterns import Busy, Pattern
+from raytorchrpc.bench.cases import Failed
+from raytorchrpc.bench.patterns import Busy, Pattern, Turn
+from raytorchrpc.topology import probe
 
+#: Longest wait for the peer, in seconds.
+TIMEOUT_S = 120.0
 #: Share of a turn that its uncounted lead-in takes: other contestants have displaced the caches.
 LEAD_IN = 0.25
+#: Samples of which a receiver is told at once, and the bytes that they may have together.
+_EXCHANGES, _EXCHANGED_BYTES = 100, 4_000_000_000
 
 
-class Window(NamedTuple):
-    """When a caller measures; moments by ``time.monotonic``, which all processes of a host share."""
-
-    seconds: float
-    start: float = 0.0
-    end: float = math.inf
-    """When what makes the callee busy ends: later samples do not count."""
-    fewest: int = 1
-    """Samples that are taken even if the time is over."""
-    lead: int = 1
-    """Fewest uncounted samples before them."""
-
-
-class Samples(NamedTuple):
-    """What one caller measured in one turn."""
-
-    seconds: list[float]
-    """Of each call, or of each round of calls."""
-    elapsed_s: float
+def get(refs: Any, timeout_s: float) -> Any:
+    """``ray.get`` with every failure reported as one line. Raises Failed."""
+    try:
+        return ray.get(refs, timeout=max(0.0, timeout_s))
+    except GetTimeoutError:
+        raise Failed(f"no answer within {timeout_s:.0f} s") from None
+    except RayTaskError as error:
+        raise Failed(one_line(error.cause if error.cause is not None else error)) from error
+    except RayActorError as error:
+        raise Failed("an actor died: " + one_line(error)) from error
 
 
-def measure(calls: Sequence[Calls], pattern: Pattern, window: Window) -> Samples:
-    """Make calls, of which there is one for each peer, in that window, after a lead-in.
+def one_line(error: BaseException) -> str:
+    """An exception's type and its first line, shortened."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    kind = type(error).__name__.removeprefix("RayTaskError(").removesuffix(")")
+    return f"{kind}: {text}"[:240].rstrip(": ")
 
-    Raises Failed if no call of a busy callee ends in time.
+
+# --- the loops -------------------------------------------------------------------------------------------------------
+
+
+class Calls(NamedTuple):
+    """Ways to make one call."""
+
+    call: Callable[[], Any]
+    send: Callable[[], Any]
+    """Start the call; returns a handle."""
+    finish: Callable[[Any], Any]
+    """Wait for a handle's result."""
+
+
+def _only(call: Callable[[], Any]) -> Calls:
+    """Where there are no calls in flight."""
+    return Calls(call, call, lambda handle: None)
+
+
+def measure(calls: Sequence[Calls], turn: Turn) -> list[float]:
+    """Make calls, after a lead-in; returns the seconds of each, or of each round of calls.
+
+    Args:
+        calls: one for each peer.
+        turn: how to call, and for how long.
     """
-    if window.start:
-        time.sleep(max(0.0, window.start - time.monotonic()))
-    step, drain = _step(calls, pattern)
-    _repeat(step, window.seconds * LEAD_IN, pattern.interval_s, window.lead)
-    start = time.perf_counter()
-    seconds = _repeat(step, window.seconds, pattern.interval_s, window.fewest, window.end)
-    elapsed_s = time.perf_counter() - start
-    drain()
-    if not seconds:
-        raise Failed("no call ended while the callee was busy")
-    return Samples(seconds, elapsed_s)
-
-
-def _repeat(
-    step: Callable[[], Any], window_s: float, interval_s: float, fewest: int, end: float = math.inf
-) -> list[float]:
-    """Run a step until the time is over; returns the seconds of each run, but of none that ended after ``end``."""
-    seconds: list[float] = []
-    begin = time.perf_counter()
-    while len(seconds) < fewest or time.perf_counter() - begin < window_s:
-        if interval_s:
-            time.sleep(max(0.0, begin + len(seconds) * interval_s - time.perf_counter()))
-        start = time.perf_counter()
-        step()
-        took = time.perf_counter() - start
-        if time.monotonic() > end:
-            break
-        seconds.append(took)
-    return seconds
-
-
-def _step(calls: Sequence[Calls], pattern: Pattern) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """What is timed, and what to do after the last time."""
-    waiting: deque[Any] = deque()
+    pattern, waiting = turn.pattern, deque[Any]()
 
     def keep_in_flight() -> None:
         if len(waiting) >= pattern.in_flight:
             calls[0].finish(waiting.popleft())
         waiting.append(calls[0].send())
 
-    def drain() -> None:
-        while waiting:
-            calls[0].finish(waiting.popleft())
-
-    def one_after_another() -> None:
-        for each in calls:
-            each.call()
-
     def all_at_once() -> None:
         handles = [each.send() for each in calls]
         for each, handle in zip(calls, handles, strict=True):
             each.finish(handle)
 
-    if pattern.in_flight:
-        return keep_in_flight, drain
-    if len(calls) == 1:
-        return calls[0].call, drain
-    return all_at_once if pattern.asynchronous else one_after_another, drain
+    def one_after_another() -> None:
+        for each in calls:
+            each.call()
+
+    step = keep_in_flight if pattern.in_flight else all_at_once if pattern.asynchronous else one_after_another
+    _repeat(step, turn.window_s * LEAD_IN, pattern.interval_s)
+    seconds = _repeat(step, turn.window_s, pattern.interval_s)
+    for handle in waiting:
+        calls[0].finish(handle)
+    return seconds
 
 
-class Ready(NamedTuple):
-    """What an actor reports once it has started."""
+def _repeat(step: Callable[[], None], window_s: float, interval_s: float) -> list[float]:
+    """Run a step until the time is over; returns the seconds of each run."""
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    while not seconds or time.perf_counter() - begin < window_s:
+        if interval_s:
+            time.sleep(max(0.0, begin + len(seconds) * interval_s - time.perf_counter()))
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
-    gpu: str = ""
-    """UUID of its GPU; empty without one."""
-    gpu_name: str = ""
-    gpu_free: int = 0
-    """Bytes."""
+
+def take(payload: torch.Tensor | None = None) -> None:
+    """The callee: waits until the data of the tensor is there."""
+    if payload is not None and payload.is_cuda:
+        torch.cuda.current_stream().synchronize()
+
+
+# --- the ends of each kind of link -----------------------------------------------------------------------------------
 
 
 class Member:
-    """Calls and is called. The methods that drive it are called by the driver, through Ray."""
+    """An actor that calls others and is called. The driver drives it by Ray's calls."""
 
-    _link: Any = None
-    """See ``open``; None where the driver holds the only end."""
-    _payload: tuple[tuple[Device, int, int], Any] | None = None
+    polls = False
+    """It keeps a core busy while it waits, so it works only during the turns of its contestant."""
+    in_driver = False
+    """The driver makes the calls, with an object of this class."""
+    _payload: tuple[tuple[str, int], torch.Tensor] | None = None
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+    def __init__(self, rank: int, cuda: bool, transport: str | None) -> None:
+        self.rank, self.cuda, self.transport = rank, cuda, transport
+        self.address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
-    def ready(self) -> Ready:
-        """Raises whatever prevents CUDA from starting if the actor has a GPU."""
-        if not self._cuda:
-            return Ready()
-        properties = torch.cuda.get_device_properties(0)
-        torch.zeros(1, device="cuda")
-        return Ready(str(getattr(properties, "uuid", "")), properties.name, torch.cuda.mem_get_info(0)[0])
+    def open(self, members: Sequence[Any], meeting: Any) -> Any:
+        """Connect.
 
-    def open(self, kind: str, rank: int, members: Sequence[Any], options: Any, meeting: Any) -> Any:
-        """Open this end of a link; returns what the other ends' ``open`` needs."""
-        self._link = LINKS[kind](rank, members, self._cuda, options)
-        return self._link.open(meeting)
+        Args:
+            members: the actors, by their rank.
+            meeting: the result on rank 0; None there, which comes first.
+        """
+        self.members = members
 
-    def resume(self) -> None:
-        """Begin turns."""
-        self._link.resume()
+    def begin(self) -> None:
+        """Begin a turn, if it polls; called on all members at once."""
 
-    def pause(self) -> None:
-        """End turns."""
-        self._link.pause()
+    def end(self) -> None:
+        """End a turn, if it polls; called on all members at once."""
 
-    def measure(
-        self, device: Device, pattern: Pattern, size: int, peers: Sequence[int], window: Window, method: str
-    ) -> Samples:
-        """Call that method of these peers."""
-        payload = self._link.payload(device, size, pattern.tensors, self.produce)
-        if pattern.is_caller_busy:
-            threading.Thread(target=self.work, args=(pattern.busy, window.end), daemon=True).start()
-        samples: Samples = self._link.run(measure, peers, method, payload, pattern, window)
-        return samples
+    def calls(self, peer: int, *args: Any) -> Calls:
+        """Ways to call a member with these arguments."""
+        raise NotImplementedError
 
-    def serve(self, device: Device, size: int, count: int) -> None:
-        """The other end of ``measure``, for links without calls."""
-        self._link.serve(torch.zeros(size, dtype=torch.uint8, device=device), count)
+    def measure(self, turn: Turn, peers: Sequence[int]) -> list[float]:
+        """Call these peers; see the function of that name."""
+        args = [self.produce(turn)] if turn.size else []
+        return measure([self.calls(peer, *args) for peer in peers], turn)
 
-    def produce(self, device: Device, size: int, count: int = 1) -> Any:
-        """The tensor of that size, or a list of tensors; only the last one is kept."""
-        key = device, size, count
+    def produce(self, turn: Turn) -> torch.Tensor:
+        """The tensor of a turn; only the last one is kept."""
+        key = turn.device, turn.size
         if self._payload is None or self._payload[0] != key:
             self._payload = None  # frees the last one first
-            tensor = torch.full((size,), size % 251, dtype=torch.uint8, device=device)
-            parts = [part.clone() for part in tensor.chunk(count)] if count > 1 else tensor
-            take(parts)
-            self._payload = key, parts
+            self._payload = key, torch.full((turn.size,), turn.size % 251, dtype=torch.uint8, device=turn.device)
+            take(self._payload[1])
         return self._payload[1]
 
     def drop(self) -> None:
         """Free the memory of the last payload."""
         self._payload = None
-        if self._link is not None:
-            self._link.drop()
-        if self._cuda:
+        if self.cuda:
             torch.cuda.empty_cache()
 
-    def work(self, kind: Busy, end: float) -> None:
-        """Keep this method busy until then, by ``time.monotonic``."""
-        matrix = torch.ones(256, 256, device="cuda" if self._cuda else "cpu")
+    def take(self, payload: Any = None) -> None:
+        """The callee."""
+        take(payload)
+
+    def work(self, kind: Busy, seconds: float) -> None:
+        """Keep this method busy for so long."""
+        matrix = torch.ones(256, 256, device="cuda" if self.cuda else "cpu")
+        end = time.monotonic() + seconds
         while time.monotonic() < end:
             if kind == "sleep":
-                time.sleep(max(0.0, end - time.monotonic()))
+                time.sleep(seconds)
             elif kind == "torch":
                 take(matrix @ matrix)
             else:
@@ -194,21 +196,228 @@ class Member:
 
     def cpu_s(self) -> float:
         """CPU time of this process."""
-        used = os.times()
-        return used.user + used.system
-
-    def take(self, payload: Any = None) -> None:
-        """The callee."""
-        take(payload)
-
-    def take_beside(self, payload: Any = None) -> None:
-        """The callee that runs beside other methods, in a threaded Ray actor."""
-        take(payload)
+        return time.process_time()
 
 
 class GroupMember(Member):
-    """A member of a group."""
+    """Direct calls."""
 
     take = rtr.method(Member.take)
-    take_beside = rtr.method(concurrent=True)(Member.take_beside)
-    work = rtr.method(concurrent=True)(Member.work)  # else calls to this sync actor would wait for its end
+    # These let calls run meanwhile, also in this sync actor.
+    measure = rtr.method(concurrent=True)(Member.measure)
+    work = rtr.method(concurrent=True)(Member.work)
+
+    def calls(self, peer: int, *args: Any) -> Calls:
+        call, send = (partial(verb(self.members[peer]).take, *args) for verb in (rtr.rpc_sync, rtr.rpc_async))
+        return Calls(call, send, lambda future: future.wait())
+
+
+class RayMember(Member):
+    """Ray actor calls: a tensor goes through the object store, a small one in the message."""
+
+    def calls(self, peer: int, *args: Any) -> Calls:
+        send, wait = partial(self.members[peer].take.remote, *args), partial(ray.get, timeout=TIMEOUT_S)
+        return Calls(lambda: wait(send()), send, wait)
+
+
+class ObjectRefMember(Member):
+    """One actor's result is passed to the other, by Ray Direct Transport or, without one, through the object store."""
+
+    in_driver = True
+
+    def measure(self, turn: Turn, peers: Sequence[int]) -> list[float]:
+        produce, receive = self.members[0].produce, self.members[-1].take
+        if self.transport:
+            produce = produce.options(tensor_transport=self.transport)
+        return measure([_only(lambda: get(receive.remote(produce.remote(turn)), TIMEOUT_S))], turn)
+
+
+class MonarchMember(Member):
+    """Monarch's calls, from actor to actor in two processes that it starts."""
+
+    def open(self, members: Sequence[Any], meeting: Any) -> Any:
+        from monarch.actor import Actor, endpoint, this_host
+
+        class Callee(Actor):  # type: ignore[misc]  # in here, so that both are pickled by value
+            @endpoint  # type: ignore[untyped-decorator]
+            def take(self, payload: Any = None) -> None:
+                """The callee."""
+
+        class Caller(Actor):  # type: ignore[misc]
+            @endpoint  # type: ignore[untyped-decorator]
+            def measure(self, callee: Any, args: list[Any], turn: Turn) -> list[float]:
+                send = partial(callee.take.call_one, *args)
+                return measure([Calls(lambda: send().get(), send, lambda future: future.get())], turn)
+
+        actors = {"callee": Callee, "caller": Caller}
+        self._ends = {name: this_host().spawn_procs().spawn(name, kind) for name, kind in actors.items()}
+        self.measure(Turn(Pattern(), "cpu", 0, 0.0), [])
+
+    def measure(self, turn: Turn, peers: Sequence[int]) -> list[float]:
+        args = [self.produce(turn)] if turn.size else []
+        started = self._ends["caller"].measure.call_one(self._ends["callee"], args, turn)
+        seconds: list[float] = started.get(timeout=TIMEOUT_S)
+        return seconds
+
+
+class TorchRpcMember(Member):
+    """``torch.distributed.rpc`` with its own defaults."""
+
+    polls = True
+
+    def open(self, members: Sequence[Any], meeting: Any) -> Any:
+        super().open(members, meeting)
+        interface = probe.probe(node_ip=self.address, wants_gpu=False).interface_of(self.address)
+        if interface:  # else torch listens on the address of the host name, often 127.0.1.1
+            os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+        if meeting is None:
+            # init_rpc reuses this server, which it finds in its own process, so no port has to be guessed.
+            self._store = TCPStore(self.address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+            meeting = f"tcp://{self.address}:{self._store.port}"
+        self._meeting = meeting
+        return meeting
+
+    def begin(self) -> None:
+        count = len(self.members)
+        maps: Any = {str(peer): {0: 0} for peer in range(count) if peer != self.rank} if self.cuda else None
+        options = rpc.TensorPipeRpcBackendOptions(init_method=self._meeting, rpc_timeout=TIMEOUT_S, device_maps=maps)
+        init: Any = rpc.init_rpc
+        init(str(self.rank), rank=self.rank, world_size=count, rpc_backend_options=options)
+
+    def end(self) -> None:
+        rpc.shutdown()
+
+    def calls(self, peer: int, *args: Any) -> Calls:
+        call, send = (partial(verb, str(peer), take, args=args) for verb in (rpc.rpc_sync, rpc.rpc_async))
+        return Calls(call, send, lambda future: future.wait())
+
+
+class _TwoSided(Member):
+    """No calls: rank 0 sends, and rank 1 has to know how often. It is told of many samples at once, by Ray."""
+
+    _due = 0
+    """Samples that rank 1 still expects."""
+
+    def calls(self, peer: int, *args: Any) -> Calls:
+        return _only(partial(self._sample, *(args or [torch.zeros(1, dtype=torch.uint8)])))
+
+    def measure(self, turn: Turn, peers: Sequence[int]) -> list[float]:
+        seconds = super().measure(turn, peers)
+        while self._due:
+            self._sample(self._last)
+        return seconds
+
+    def _sample(self, tensor: torch.Tensor) -> None:
+        if not self._due:
+            self._due, self._last = max(3, min(_EXCHANGES, _EXCHANGED_BYTES // tensor.nbytes)), tensor
+            self.members[1].serve.remote(tensor.device.type, tensor.nbytes, self._due)
+        self._due -= 1
+        self.send(tensor)
+
+    def serve(self, device: str, size: int, count: int) -> None:
+        """Take part in so many samples of that size."""
+        target = torch.empty(size, dtype=torch.uint8, device=device)
+        for _ in range(count):
+            self.receive(target)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        """Send it, and wait for the acknowledgement."""
+        raise NotImplementedError
+
+    def receive(self, target: torch.Tensor) -> None:
+        """The other end of ``send``."""
+        raise NotImplementedError
+
+
+class NcclMember(_TwoSided):
+    """NCCL's send and receive; the acknowledgement is a second message."""
+
+    def open(self, members: Sequence[Any], meeting: Any) -> Any:
+        super().open(members, meeting)
+        torch.cuda.set_device(0)
+        host, port = meeting or (self.address, 0)
+        self._store = TCPStore(host, port, is_master=meeting is None, wait_for_workers=False)
+        return self.address, self._store.port
+
+    @cached_property
+    def _ack(self) -> torch.Tensor:
+        limit = timedelta(seconds=TIMEOUT_S)
+        dist.init_process_group("nccl", store=self._store, rank=self.rank, world_size=2, timeout=limit)
+        return torch.ones(1, device="cuda")
+
+    def send(self, tensor: torch.Tensor) -> None:
+        ack = self._ack  # connects, the first time
+        dist.send(tensor, 1)
+        dist.recv(ack, 1)
+        torch.cuda.current_stream().synchronize()
+
+    def receive(self, target: torch.Tensor) -> None:
+        ack = self._ack
+        dist.recv(target, 0)
+        dist.send(ack, 0)
+        torch.cuda.current_stream().synchronize()
+
+
+class SocketMember(_TwoSided):
+    """A TCP socket; the receiver reuses its buffer."""
+
+    def open(self, members: Sequence[Any], meeting: Any) -> Any:
+        super().open(members, meeting)
+        self._meeting = meeting
+        if meeting is None:
+            self._listener = socket.create_server((self.address, 0))
+            self._listener.settimeout(TIMEOUT_S)
+            return self._listener.getsockname()[:2]
+
+    @cached_property
+    def _stream(self) -> socket.socket:
+        stream = socket.create_connection(self._meeting) if self._meeting else self._listener.accept()[0]
+        stream.settimeout(TIMEOUT_S)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return stream
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self._stream.sendall(_bytes_of(tensor))
+        if self._stream.recv(1) != b"+":
+            raise ConnectionError("the receiver closed its socket")
+
+    def receive(self, target: torch.Tensor) -> None:
+        view = _bytes_of(target)
+        while view:
+            if not (count := self._stream.recv_into(view)):
+                raise ConnectionError("the sender closed its socket")
+            view = view[count:]
+        self._stream.sendall(b"+")
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+class CopyMember(Member):
+    """No peer: one process copies into memory that is already mapped; on GPUs from the first to the last of its own."""
+
+    def calls(self, peer: int, *args: Any) -> Calls:
+        (tensor,) = args
+        there = f"cuda:{torch.cuda.device_count() - 1}" if tensor.is_cuda else "cpu"
+        target = torch.zeros_like(tensor, device=there)
+
+        def copy() -> None:
+            target.copy_(tensor)
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+
+        return _only(copy)
+
+
+#: By the name in ``Contestant.link``.
+KINDS: dict[str, type[Member]] = {
+    "group": GroupMember,
+    "ray": RayMember,
+    "monarch": MonarchMember,
+    "torchrpc": TorchRpcMember,
+    "nccl": NcclMember,
+    "socket": SocketMember,
+    "copy": CopyMember,
+    "rdt": ObjectRefMember,
+}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -19,10 +19,6 @@ OUT_OF_TIME = "the time budget is used up"
 
 class Failed(Exception):
     """A contestant cannot be measured at this size, nor at larger ones; the message is the reason, in one line."""
-
-
-class Stuck(Failed):
-    """The same, and its actors are unusable: one may still be busy, or has died."""
 
 
 class Skipped(Failed):
@@ -47,6 +43,11 @@ class Figure(BaseModel, frozen=True, extra="forbid"):
     reason: str | None = None
 
     @property
+    def place(self) -> int:
+        """Where its size is among those of other figures; 0 leaves their order."""
+        return self.size if isinstance(self.size, int) else 0
+
+    @property
     def label(self) -> str:
         """The size as text."""
         return self.size if isinstance(self.size, str) else show_size(self.size) if self.size else "nothing"
@@ -65,10 +66,8 @@ class Case:
     """One turn of a contestant at a size; returns its figure in ``unit``. Raises Failed."""
     unit: str = "ms"
     device: Device = "cpu"
-    apart: Collection[str] = ()
-    """Contestants that take all turns of a size at once, because to begin a turn is expensive."""
-    via: Callable[[str], str | None] = lambda contestant: None
-    """The lane by which the contestant's last turn went."""
+    via: Mapping[str, str | None] = field(default_factory=dict)
+    """By contestant, the lane by which its last turn went, where the body keeps it."""
     slow_s: float = math.inf
     """A contestant with a turn that took longer is not measured at larger sizes."""
 
@@ -80,7 +79,7 @@ def measure(
     *,
     deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
-    report: Callable[[str, Size], None] = lambda contestant, size: None,
+    report: Callable[[Size], None] = lambda size: None,
 ) -> None:
     """Measure every contestant at every size, and append a figure, or a reason, for each.
 
@@ -92,20 +91,18 @@ def measure(
     """
     gone: dict[str, str] = {}
     for size in case.sizes:
+        report(size)
         taken: dict[str, list[float]] = {name: [] for name in case.contestants}
-        via: dict[str, str | None] = {}
-        reasons = dict(gone)
+        reasons, via = dict(gone), dict[str, str | None]()
         try:
-            for name in _order(case, rounds):
+            for name in [*case.contestants] * (rounds + 1):
                 if name in reasons:
                     continue
-                began = clock()
-                if began >= deadline:
+                if (began := clock()) >= deadline:
                     break
-                report(name, size)
                 try:
                     taken[name].append(case.body(name, size))
-                    via[name] = case.via(name)
+                    via[name] = case.via.get(name)
                 except Failed as failure:
                     reasons[name] = str(failure)
                     if not isinstance(failure, Skipped):
@@ -113,23 +110,13 @@ def measure(
                 if (took := clock() - began) > case.slow_s:
                     gone.setdefault(name, f"a turn with a smaller size took {took:.1f} s")
         finally:
-            common: Any = {"case": case.name, "device": case.device, "unit": case.unit, "size": size}
             for name, turns in taken.items():
-                values: Any = {"reason": reasons.get(name, OUT_OF_TIME)}
+                values: dict[str, Any] = {"reason": reasons.get(name, OUT_OF_TIME)}
                 if counted := turns[1:]:
                     values = {"median": median(counted), "low": min(counted), "high": max(counted)}
-                    values |= {"turns": len(counted), "via": via.get(name)}
-                figures.append(Figure(contestant=name, **common, **values))
-
-
-def _order(case: Case, rounds: int) -> Iterator[str]:
-    """Whose turn it is."""
-    for number in range(rounds + 1):
-        for name in case.contestants:
-            if name not in case.apart:
-                yield name
-            elif number == 0:
-                yield from [name] * (rounds + 1)
+                    values |= {"turns": len(counted), "via": via[name]}
+                values |= {"case": case.name, "device": case.device, "unit": case.unit, "size": size}
+                figures.append(Figure(contestant=name, **values))
 
 
 def show_size(size: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import functools
-import os
 import subprocess
 from collections.abc import Mapping
 from importlib.resources import files
@@ -83,17 +82,6 @@ def read_result(path: Path) -> Result:
         raise ConfigurationError(f"{path} is not a result of `raytorchrpc bench --json`: {why}") from error
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically. Raises ConfigurationError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
-
-
 @functools.cache
 def published() -> tuple[str, Mapping[tuple[str, str], Mapping[int, float]]]:
     """The source of the figures; by (scope, transport), in their published order, milliseconds by bytes."""
@@ -102,3 +90,8 @@ def published() -> tuple[str, Mapping[tuple[str, str], Mapping[int, float]]]:
     for line in csv.DictReader(lines):
         curves.setdefault((line["scope"], line["transport"]), {})[int(line["bytes"])] = float(line["ms"])
     return head.lstrip("# "), curves
+
+
+def published_sizes() -> tuple[int, ...]:
+    """The sizes (bytes) of these figures, ascending."""
+    return tuple(sorted({size for curve in published()[1].values() for size in curve}))

@@ -4,56 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
-from raytorchrpc.bench import patterns
-from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, Skipped, Stuck, measure
+from raytorchrpc.bench.cases import Case, Failed, Figure, Size, Skipped, measure
 from raytorchrpc.bench.contestants import Contestant
-from raytorchrpc.bench.patterns import Options, Pattern, Shape, shape
+from raytorchrpc.bench.options import Job, Options
+from raytorchrpc.bench.patterns import Turn
 from raytorchrpc.bench.results import Result, tree
-from raytorchrpc.bench.site import Site, examine, obstacle, size_obstacle
-from raytorchrpc.bench.teams import START_S, Place, Team
+from raytorchrpc.bench.site import examine
+from raytorchrpc.bench.teams import Team
 
 #: Bytes from which a payload is freed at the end of each turn: memory is needed for one contestant at a time.
 _LARGE = 200_000_000
 #: A contestant with a turn that took longer is not measured at larger sizes (seconds).
 _SLOW_S = 20.0
-#: Longest time to wait for an answer of an actor (seconds).
-_ANSWER_S = 60.0
+#: Longest time until the actors of a case have started and connected, beside those of so many others (seconds).
+_START_S = 240.0
 
-Report = Callable[[str, float], None]
-"""``report(current step, share of the work that is done)``."""
-Key = tuple[Contestant, Device, Shape]
-
-
-class Job(NamedTuple):
-    """A case on a device."""
-
-    device: Device
-    name: str
-    steps: dict[Size, tuple[Pattern, int]]
-    """See ``Options.cases``; all need the same actors."""
-
-    def key(self, one: Contestant) -> Key:
-        pattern, _ = next(iter(self.steps.values()))
-        return one, self.device, shape(one, pattern)
+Report = Callable[[str], None]
+"""``report(current step)``."""
 
 
-def run(options: Options, command: str, report: Report = lambda text, part: None) -> Result:
+def run(options: Options, command: str, report: Report = lambda text: None) -> Result:
     """Take all measurements on an initialised Ray. Always ends the actors it started.
 
     Blocks until the actors are up, and then for about ``options.budget_s`` at most. Raises ConfigurationError for a
     host that Ray does not have, BootstrapError if a host does not answer. Ctrl-C ends it with the figures so far.
     """
     started, began = datetime.now(timezone.utc), time.monotonic()
-    report("examining the hosts", 0.0)
-    site = examine(options.hosts)
-    place = Place.at(site, options.patterns[0].name != "tensors", options.hosts is not None)
-    runner = Runner(options, site, place, report)
+    report("examining the hosts")
+    runner = _Runner(options, report)
     interrupted = False
     try:
         runner.run()
@@ -62,136 +44,95 @@ def run(options: Options, command: str, report: Report = lambda text, part: None
         if not any(figure.median for figure in runner.figures):
             raise
     finally:
-        runner.end()
-    known = {one.name: one for one in options.contestants}
+        for team in runner.teams.values():
+            team.end()
     return Result(
         title="Between two hosts" if options.hosts else "On one host",
         tree=tree(),
         started=started.isoformat(timespec="seconds"),
         command=command,
-        machine=site.facts(sorted(runner.gpu_names)),
+        machine=runner.site.facts,
         seconds=round(time.monotonic() - began, 1),
         interrupted=interrupted,
-        contestants={name: one.meaning for name, one in known.items()},
-        published={name: one.published for name, one in known.items() if one.published is not None},
+        contestants={one.name: one.meaning for one in options.contestants},
+        published={one.name: one.published for one in options.contestants if one.published is not None},
         figures=tuple(runner.figures),
     )
 
 
-@dataclass
-class Runner:
+class _Runner:
     """Measures the cases of one run."""
 
-    options: Options
-    site: Site
-    place: Place
-    report: Report
-    figures: list[Figure] = field(default_factory=list)
-    gpu_names: set[str] = field(default_factory=set)
-    _teams: dict[Key, Team] = field(default_factory=dict)
-    _active: Team | None = None
-    """Whose turns have begun, of those that have their own."""
+    def __init__(self, options: Options, report: Report) -> None:
+        self.options, self.site, self.report = options, examine(options.hosts), report
+        self.contestants = {one.name: one for one in options.contestants}
+        self.figures: list[Figure] = []
+        self.teams: dict[Any, Team] = {}
+        """The actors that run now."""
+        self.via: dict[str, str | None] = {}
 
     def run(self) -> None:
-        budget_s = self.options.budget_s
-        jobs = [Job(device, *case) for device in self.options.devices for case in self.options.cases().items()]
-        jobs.sort(key=lambda job: not self._able(job))  # what has only reasons comes last, and takes no time
+        budget_s, rounds = self.options.budget_s, self.options.rounds
+        # What has only reasons comes last, and takes no time.
+        jobs = sorted(self.options.jobs(), key=lambda job: not self._able(job))
         for number, job in enumerate(jobs):
-            self._prepare(job, number / len(jobs))
+            self._prepare(job)
+            case = Case(
+                name=job.name,
+                contestants=[name for name, one in self.contestants.items() if job.device in one.devices],
+                sizes=[*job.columns],
+                body=partial(self._turn, job),
+                unit=job.unit,
+                device=job.device,
+                via=self.via,
+                slow_s=_SLOW_S,
+            )
             began = time.monotonic()
-            case = self._case(job)
-            progress = partial(self._report, case, (number / len(jobs), 1 / len(jobs)))
             deadline = began + budget_s / max(1, sum(bool(self._able(later)) for later in jobs[number:]))
-            measure(case, self.options.rounds, self.figures, deadline=deadline, report=progress)
-            self._pause()
+            measure(case, rounds, self.figures, deadline=deadline, report=partial(self._report, job))
             budget_s -= time.monotonic() - began
 
-    def _case(self, job: Job) -> Case:
-        known = {one.name: one for one in self.options.contestants if job.device in one.devices}
-        units = {pattern.unit for pattern, _ in job.steps.values()}
-        return Case(
-            name=job.name,
-            contestants=tuple(known),
-            sizes=tuple(job.steps),
-            body=lambda name, size: self._turn(known[name], job.device, *job.steps[size]),
-            unit=units.pop() if len(units) == 1 else "",
-            device=job.device,
-            apart=[name for name, one in known.items() if one.own_turn],
-            via=lambda name: self._teams[job.key(known[name])].via,
-            slow_s=_SLOW_S,
-        )
-
-    def _report(self, case: Case, done: tuple[float, float], name: str, size: Size) -> None:
-        before, share = done
-        self.report(f"{case.device}, {case.name}: {name}", before + share * case.sizes.index(size) / len(case.sizes))
+    def _report(self, job: Job, size: Size) -> None:
+        self.report(f"{job.device}, {job.name}: size {[*job.columns].index(size) + 1} of {len(job.columns)}")
 
     def _able(self, job: Job) -> list[Contestant]:
         return [
             one
-            for one in self.options.contestants
+            for one in self.contestants.values()
             if job.device in one.devices
-            and obstacle(one, job.device, self.site) is None
-            and not all(patterns.obstacle(one, pattern, job.device, size) for pattern, size in job.steps.values())
+            and one.obstacle(job.device, self.site) is None
+            and not all(one.call_obstacle(pattern, job.device, size) for pattern, size in job.columns.values())
         ]
 
-    def _prepare(self, job: Job, done: float) -> None:
+    def _prepare(self, job: Job) -> None:
         """Start the actors that this case needs and do not run yet, and end the others."""
-        needed = [job.key(one) for one in self._able(job)]
-        for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
-            self._teams.pop(key).end("no case needs it")
-        place = self.place if job.device == "cuda" else self.place._replace(gpus=())
-        fresh = {key: Team(key[0], place, key[2]) for key in needed if key not in self._teams}
-        self._teams |= fresh
-        waiting, limit = list(fresh.values()), time.monotonic() + START_S
-        while waiting and time.monotonic() < limit:
-            more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
-            names = ", ".join(team.one.name for team in waiting[:5]) + more
-            self.report(f"starting actors of {len(fresh)} contestants; waiting for {names}", done)
-            waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
-        for team in waiting:
-            team.end(f"Ray did not start its actors within {START_S:.0f} s")
-        for team in fresh.values():
-            if not team.failed:
-                self.report(f"connecting the actors of {team.one.name}", done)
-                with suppress(Failed):  # again in its first turn
-                    team.open()
-        self.gpu_names |= {ready.gpu_name for team in fresh.values() for ready in team.ready if ready.gpu_name}
+        needed = {job.actors(one): one for one in self._able(job)}
+        for key in self.teams.keys() - needed.keys():
+            self.teams.pop(key).end()
+        fresh = {key: Team(one, self.site, *key[1:]) for key, one in needed.items() if key not in self.teams}
+        self.teams |= fresh
+        limit = time.monotonic() + _START_S
+        for number, team in enumerate(fresh.values(), 1):
+            self.report(f"starting actors of contestant {number} of {len(fresh)}, {team.one.name}")
+            team.open(max(1.0, limit - time.monotonic()))
 
-    def _turn(self, one: Contestant, device: Device, pattern: Pattern, size: int) -> float:
-        if (reason := obstacle(one, device, self.site)) is not None:
+    def _turn(self, job: Job, name: str, size: Size) -> float:
+        one, (pattern, count) = self.contestants[name], job.columns[size]
+        if (reason := one.obstacle(job.device, self.site)) is not None:
             raise Failed(reason)
-        if (reason := patterns.obstacle(one, pattern, device, size)) is not None:
+        if (reason := one.call_obstacle(pattern, job.device, count)) is not None:
             raise Skipped(reason)
-        team = self._teams[one, device, shape(one, pattern)]
-        if team.failed:
-            raise Failed(team.failed)
-        free = min((ready.gpu_free for ready in team.ready if ready.gpu), default=None)
-        if (reason := size_obstacle(one, device, size, self.site, free)) is not None:
+        team = self.teams[job.actors(one)]
+        if (reason := team.failed or one.size_obstacle(job.device, count, self.site)) is not None:
             raise Failed(reason)
         try:
-            team.open()
-            if team is not self._active:
-                self._pause()
-                if one.own_turn:
-                    team.resume()
-                    self._active = team
-            return team.turn(device, pattern, size, self.options.window_s, _ANSWER_S)
-        except Stuck as failure:
-            self._active = None
-            team.end(f"its actors were killed because it failed: {failure}")
+            figure, self.via[name] = team.turn(Turn(pattern, job.device, count, self.options.window_s))
+        except Skipped:
+            raise
+        except Failed:
+            self.teams.pop(job.actors(one)).end()  # one of the actors may be busy, or dead
             raise
         finally:
-            if size >= _LARGE and not team.failed:
+            if count >= _LARGE:
                 team.drop()
-
-    def _pause(self) -> None:
-        if self._active is not None:
-            team, self._active = self._active, None
-            try:
-                team.pause()
-            except Failed as failure:
-                team.end(f"its turn did not end: {failure}")
-
-    def end(self) -> None:
-        for team in self._teams.values():
-            team.end("the run has ended")
+        return figure

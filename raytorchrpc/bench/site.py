@@ -1,31 +1,26 @@
-"""What the hosts at both ends can do, and why a contestant, or one size of it, cannot run there."""
+"""What the hosts at both ends can do, and what of it a contestant may lack there."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
-import torch.distributed
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytorchrpc._compat import requirements
-from raytorchrpc.bench.cases import Device, Failed, show_size
-from raytorchrpc.bench.contestants import Contestant, Need
-from raytorchrpc.bench.links import get
+from raytorchrpc.bench.actors import get
+from raytorchrpc.bench.cases import Failed, show_size
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
-
-#: Share of the free memory that may be used.
-USABLE = 0.8
 
 
 @dataclass(frozen=True)
@@ -37,12 +32,12 @@ class Host:
     """Ray's id."""
     free_bytes: int
     """Memory that processes can still allocate."""
-    packages: frozenset[str]
-    nccl: bool
     gpus: int = 0
     """Ray's count for the node."""
-    cores: int = 0
-    processor: str = ""
+    gpu_names: Sequence[str] = ()
+    """By Ray."""
+    summary: str = ""
+    """Cores, memory and processor."""
     store_bytes: int = 0
     """Capacity of the node's object store."""
 
@@ -64,17 +59,20 @@ class Site:
         return min(self.a.gpus, self.b.gpus) > 0
 
     @property
-    def distinct_gpus(self) -> bool:
-        """The two ends can have different GPUs."""
-        return self.has_gpus and (not self.same_host or self.a.gpus > 1)
+    def visible_gpus(self) -> Sequence[str]:
+        """Values of CUDA_VISIBLE_DEVICES for actors that take turns; empty if only Ray can tell, between two nodes."""
+        if self.a.node != self.b.node:
+            return ()
+        given = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        return (given or [*map(str, range(self.a.gpus))])[: self.a.gpus]
 
-    def facts(self, gpu_names: Sequence[str]) -> tuple[str, ...]:
-        """The hardware and software, given the names of the GPUs that were used."""
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """The hardware and software."""
         end = self.a.endpoint
-        hosts = {host.endpoint.boot_id: host for host in (self.a, self.b)}.values()
-        facts = [f"{p.cores} cores, {show_size(p.free_bytes)} of memory free, {p.processor}" for p in hosts]
-        if gpu_names:
-            facts.append(f"{self.a.gpus} x {', '.join(gpu_names)}, CUDA {end.cuda_version}")
+        facts = [*{host.endpoint.boot_id: host.summary for host in (self.a, self.b)}.values()]
+        if self.a.gpus:
+            facts.append(f"{self.a.gpus} x {', '.join(self.a.gpu_names) or 'GPU'}, CUDA {end.cuda_version}")
         facts.append(f"RDMA adapters: {', '.join(hca.name for hca in end.hcas) or 'none'}")
         facts.append(f"Python {end.python_version}, torch {end.torch_version}, Ray {ray.__version__}")
         return tuple(facts)
@@ -105,104 +103,67 @@ def find_node(host: str, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     matches = [node for node in nodes if host in (node.get(key) for key in keys)]
     if len(matches) == 1:
         return matches[0]
-    known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})" for node in nodes)
-    if matches:
-        ids = ", ".join(node["NodeID"] for node in matches)
-        raise ConfigurationError(f"several Ray nodes match {host!r}; name one by its id: {ids}")
-    raise ConfigurationError(f"no Ray node {host!r}; nodes: {known}")
+    problem = f"several Ray nodes match {host!r}; name one by its id" if matches else f"no Ray node {host!r}; nodes"
+    known = (f"{node['NodeID']} ({node['NodeManagerAddress']}, {node['NodeManagerHostname']})" for node in nodes)
+    raise ConfigurationError(f"{problem}: {'; '.join(known)}")
 
 
 def describe_host(node: Mapping[str, Any]) -> Host:
     """Describe this process's host, which is that node of Ray."""
     processor = re.search(r"^model name\s*: (.*)", sysfs.read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
+    name = processor[1] if processor else platform.machine()
+    resources, free, kind = node["Resources"], free_memory(), "accelerator_type:"
     return Host(
         endpoint=probe.probe(name=socket.gethostname(), node_ip=node["NodeManagerAddress"], wants_gpu=False),
         node=node["NodeID"],
-        free_bytes=free_memory(),
-        packages=frozenset(name for name in ("pynng", "nixl", "monarch") if importlib.util.find_spec(name)),
-        nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
-        gpus=int(node["Resources"].get("GPU", 0)),
-        cores=os.cpu_count() or 0,
-        processor=processor[1] if processor else platform.machine(),
-        store_bytes=int(node["Resources"].get("object_store_memory", 0)),
+        free_bytes=free,
+        gpus=int(resources.get("GPU", 0)),
+        gpu_names=[name.removeprefix(kind) for name in resources if name.startswith(kind)],
+        summary=f"{os.cpu_count()} cores, {show_size(free)} of memory free, {name}",
+        store_bytes=int(resources.get("object_store_memory", 0)),
     )
 
 
-def free_memory(root: Path = Path("/")) -> int:
+def free_memory(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that processes here can still allocate: the kernel's estimate, or less if the control group limits it."""
-    available = re.search(r"^MemAvailable:\s*(\d+)", sysfs.read(root / "proc/meminfo") or "", re.MULTILINE)
-    free = int(available[1]) * 1024 if available else 0
-    limit, used = (sysfs.read(root / f"sys/fs/cgroup/memory.{name}") or "" for name in ("max", "current"))
-    if limit.isdigit() and used.isdigit():
-        free = min(free, max(0, int(limit) - int(used)))
-    return free
+    free = int(psutil.virtual_memory().available)
+    limit, used = (sysfs.read(control_group / f"memory.{name}") or "" for name in ("max", "current"))
+    return min(free, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else free
 
 
-def obstacle(one: Contestant, device: Device, site: Site) -> str | None:
-    """Why the contestant cannot run here with tensors on that device; None if no reason is known."""
-    if device == "cuda" and not site.has_gpus:
-        return "Ray has no GPU" if site.same_host else "Ray has no GPU on one of the nodes"
-    return next((reason for need in one.needs if (reason := _NEEDS[need](site))), None)
+# --- what a contestant may need: why a site lacks it, or None if it does not ---------------------------------------
 
 
-def _two_gpus(site: Site) -> str | None:
-    if site.distinct_gpus:
-        return None
-    return "needs two GPUs, and there is one" if site.has_gpus else "Ray has no GPU"
+def one_host(site: Site) -> str | None:
+    return None if site.same_host else "needs both ends on one host"
 
 
-def _rdma_usable(site: Site) -> str | None:
-    if not site.a.endpoint.hcas or not site.b.endpoint.hcas:
-        return "no RDMA adapter (HCA)"
+def two_gpus(site: Site) -> str | None:
+    return "needs two GPUs, and there is one" if site.same_host and site.a.gpus < 2 else None
+
+
+def tensorpipe_rdma(site: Site) -> str | None:
     obstacles = rdma.ibv_obstacles({"a": site.a.endpoint, "b": site.b.endpoint})
     return next(filter(None, obstacles.values()), None)
 
 
-def _gpudirect(site: Site) -> str | None:
+def tensorpipe_gpudirect(site: Site) -> str | None:
     ends = site.a.endpoint, site.b.endpoint
     return next(filter(None, (rdma.gpudirect_obstacle(end, ibv=True) for end in ends)), None)
 
 
-def _nccl_rdma(site: Site) -> str | None:
-    for end in (site.a.endpoint, site.b.endpoint):
-        if not end.hcas:
-            return "no RDMA adapter (HCA)"
-        if not any(port.state == "ACTIVE" for hca in end.hcas for port in hca.ports):
-            return "no port of an RDMA adapter is active"
-    return None
+def nccl_rdma(site: Site) -> str | None:
+    return rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=False)
 
 
-def _package(site: Site, name: str, install: str) -> str | None:
-    return None if name in site.a.packages & site.b.packages else f"{name} is not installed: pip install {install}"
+def nccl_gpudirect(site: Site) -> str | None:
+    return rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True)
 
 
-#: By need, why it is not met; None if it is.
-_NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
-    "one host": lambda site: None if site.same_host else "needs both ends on one host",
-    "two hosts": lambda site: "needs two hosts" if site.same_host else None,
-    "two GPUs": _two_gpus,
-    "RDMA": _rdma_usable,
-    "GPUDirect": _gpudirect,
-    "NCCL": lambda site: None if site.a.nccl and site.b.nccl else "this torch build has no NCCL",
-    "NCCL RDMA": _nccl_rdma,
-    "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True),
-    "pynng": lambda site: _package(site, "pynng", "pynng"),
-    "nixl": lambda site: _package(site, "nixl", "'.[nixl]' in a checkout"),
-    "Monarch": lambda site: _package(site, "monarch", "'.[peers]' in a checkout"),
-    "ObjectRefs": lambda site: requirements.obstacle("objectrefs", ray.__version__),
-}
+def nixl(site: Site) -> str | None:
+    is_there = site.a.endpoint.nixl and site.b.endpoint.nixl
+    return None if is_there else "nixl is not installed: pip install '.[nixl]' in a checkout"
 
 
-def size_obstacle(one: Contestant, device: Device, size: int, site: Site, gpu_free: int | None = None) -> str | None:
-    """Why this size cannot be measured; None if it can. ``gpu_free``: bytes of the fuller GPU."""
-    if one.max_bytes is not None and size > one.max_bytes:
-        return f"carries at most {show_size(one.max_bytes)}"
-    needed, rooms = one.copies * size, {"memory": min(site.a.free_bytes, site.b.free_bytes)}
-    if device == "cuda" and not one.in_store and gpu_free is not None:
-        rooms = {"GPU memory": gpu_free}
-    for where, free in rooms.items():
-        if needed > free * USABLE:
-            return f"may need {show_size(needed)} of {where}, {show_size(free * USABLE)} is usable"
-    if one.in_store and 2 * size > (store := min(site.a.store_bytes, site.b.store_bytes)):
-        return f"two of them do not fit into Ray's object store of {show_size(store)}"
-    return None
+def object_refs(site: Site) -> str | None:
+    return requirements.obstacle("objectrefs", ray.__version__)

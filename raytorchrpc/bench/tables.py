@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.bench.cases import Device, Figure, show_size
+from raytorchrpc.bench.cases import Device, Figure
 from raytorchrpc.bench.results import Result, published
-from raytorchrpc.text import table as text_table
 
 DEVICES: Mapping[Device, str] = {"cpu": "CPU", "cuda": "CUDA"}
 LEGEND = (
@@ -23,21 +23,19 @@ class Table(NamedTuple):
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    def text(self, width: int | None = None) -> str:
-        """Lines of text. With ``width``, columns that do not fit follow below, each time behind the first."""
-        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
-        blocks, used = [[0]], widths[0]
-        for column, needed in enumerate(widths[1:], 1):
-            used += 2 + needed
-            if width is not None and used > width and len(blocks[-1]) > 1:
-                blocks.append([0])
-                used = widths[0] + 2 + needed
-            blocks[-1].append(column)
-        texts = []
-        for columns in blocks:
-            heads, *rows = ([row[column] for column in columns] for row in (self.heads, *self.rows))
-            texts.append(text_table(heads, rows, width=sum(widths) + 2 * len(widths), right=len(columns) - 1))
-        return f"{self.title}\n" + "\n\n".join(texts)
+    def text(self, width: int = 10_000) -> str:
+        """Lines of text; cells that do not fit into the width are broken."""
+        from rich import box, console, table  # here: pages are written without it
+
+        dashes = box.Box("    \n    \n -- \n" + 5 * "    \n", ascii=True)
+        drawn = table.Table(box=dashes, show_edge=False, pad_edge=False, header_style="")
+        for number, head in enumerate(self.heads):
+            drawn.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=not number)
+        for row in self.rows:
+            drawn.add_row(*row)
+        lines = io.StringIO()
+        console.Console(file=lines, width=width, markup=False, highlight=False).print(drawn)
+        return "\n".join([self.title, *map(str.rstrip, lines.getvalue().splitlines())])
 
     def markdown(self) -> str:
         """The lines without the title."""
@@ -50,43 +48,47 @@ def show(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
 
 
+class Panel(NamedTuple):
+    """The figures of a case on a device; reasons are left out."""
+
+    title: str
+    labels: Sequence[str]
+    """Its sizes, in ascending order."""
+    lines: Mapping[str, Mapping[str, Figure]]
+    """By contestant and label."""
+    unit: str
+
+
+def panels(result: Result) -> Iterator[Panel]:
+    """One for each case and device with a figure."""
+    for case, device in dict.fromkeys((one.case, one.device) for one in result.figures):
+        every = [one for one in result.figures if (one.case, one.device) == (case, device)]
+        figures = [one for one in every if one.median is not None]
+        labels = [*dict.fromkeys(one.label for one in sorted(figures, key=lambda one: one.place))]
+        lines = {name: {one.label: one for one in figures if one.contestant == name} for name in
+                 dict.fromkeys(one.contestant for one in every)}  # fmt: skip
+        if figures:
+            lines = {name: line for name, line in lines.items() if line}
+            yield Panel(f"{case}, {DEVICES[device]}", labels, lines, figures[0].unit)
+
+
 def tables(result: Result) -> list[Table]:
-    """One for each case and device with a figure: contestants and sizes, the longer of both downwards."""
-    groups: dict[tuple[str, Device], dict[str, dict[str, Figure]]] = {}
-    for figure in result.figures:
-        of_case = groups.setdefault((figure.case, figure.device), {})
-        of_case.setdefault(figure.contestant, {})[figure.label] = figure
+    """One for each panel: contestants and sizes, the longer of both downwards."""
     made = []
-    for (case, device), lines in groups.items():
-        first = next(iter(lines.values()))
-        known = [figure for line in lines.values() for figure in line.values() if figure.median is not None]
-        labels = [*dict.fromkeys(figure.label for figure in known)]
-        if all(isinstance(figure.size, int) for figure in known):
-            labels = [figure.label for figure in sorted({one.size: one for one in known}.values(), key=_bytes)]
-        cells = {
-            name: [_cell(line.get(label), None if line is first else first.get(label)) for label in labels]
-            for name, line in lines.items()
-            if any(figure.median is not None for figure in line.values())
-        }
-        if not cells:
-            continue
-        if via := {label: figure.via for label, figure in first.items() if figure.via}:
-            cells[f"lane of {next(iter(lines))}"] = [via.get(label, "-") for label in labels]
-        title = f"{case}, {DEVICES[device]}" + (f" ({known[0].unit})" if known[0].unit else "")
-        if len(cells) > len(labels):
-            rows = [[name, *texts] for name, texts in cells.items()]
-            made.append(Table(title, ["", *labels], rows))
-        else:
-            rows = [[label, *texts] for label, *texts in zip(labels, *cells.values(), strict=True)]
-            made.append(Table(title, ["", *cells], rows))
+    for title, labels, lines, unit in panels(result):
+        name, first = next(iter(lines.items()))
+        rows = [["", *labels], [name, *(_cell(first.get(label)) for label in labels)]]
+        for other, line in [*lines.items()][1:]:
+            rows.append([other, *(_cell(line.get(label), first.get(label)) for label in labels)])
+        if any(one.via for one in first.values()):
+            rows.append([f"lane of {name}", *((label in first and first[label].via) or "-" for label in labels)])
+        if len(rows) - 1 <= len(labels):
+            rows = [[*row] for row in zip(*rows, strict=True)]
+        made.append(Table(f"{title} ({unit})" if unit else title, rows[0], rows[1:]))
     return made
 
 
-def _bytes(figure: Figure) -> int:
-    return int(figure.size)
-
-
-def _cell(figure: Figure | None, first: Figure | None) -> str:
+def _cell(figure: Figure | None, first: Figure | None = None) -> str:
     if figure is None or figure.median is None:
         return "-"
     text = show(figure.median)
@@ -96,23 +98,6 @@ def _cell(figure: Figure | None, first: Figure | None) -> str:
         ratio = figure.median / first.median
         text += f" x{ratio:.2g}" if ratio < 100 else f" x{ratio:,.0f}"
     return text
-
-
-def summary(result: Result) -> list[str]:
-    """A sentence for each device: how much faster raytorchrpc is than Ray at the best and at the smallest size."""
-    times: dict[Device, dict[str, dict[int, float]]] = {}
-    for one in result.figures:
-        if one.case == "tensors" and isinstance(one.size, int) and one.median:
-            times.setdefault(one.device, {}).setdefault(one.contestant, {})[one.size] = one.median
-    lines = []
-    for device, of in times.items():
-        ours, rays = of.get("raytorchrpc", {}), of.get("ray", {})
-        if gains := {size: rays[size] / ours[size] for size in sorted(ours.keys() & rays.keys())}:
-            best, smallest = max(gains, key=lambda size: gains[size]), min(gains)
-            at = dict.fromkeys((best, smallest))
-            said = " and ".join(f"{show(gains[size])} times as fast as ray at {show_size(size)}" for size in at)
-            lines.append(f"{DEVICES[device]}: raytorchrpc is {said} (the best and the smallest size).")
-    return lines
 
 
 def gaps(result: Result) -> list[str]:

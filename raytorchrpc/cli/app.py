@@ -102,7 +102,7 @@ def bench(
     device: Annotated[str, _option("NAME", "Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute of measuring.")] = False,
     budget_s: Annotated[
-        float | None, _option("SECONDS", "Time limit of measuring, once actors are up.", "--budget")
+        float | None, _option("SECONDS", "Time limit of measuring, once actors are up.", "--budget", min=10.0)
     ] = None,
     hosts: Annotated[
         tuple[str, str] | None, _option("NODE NODE", "Measure between these two Ray nodes (id, address or host name).")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.bench.patterns import PATTERNS
+from raytorchrpc.bench.patterns import known_patterns
 from raytorchrpc.bench.results import Result, read_result
 from tests.ray.commands import Command
 
@@ -47,7 +47,7 @@ def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Pa
     complete(result)
     assert measured(result) == {"raytorchrpc", "memcpy"}
     assert [one.via for one in result.figures if one.contestant == "raytorchrpc"] == ["socket", "shm"]
-    assert result.command == "raytorchrpc bench --rows raytorchrpc,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
+    assert result.command == " ".join(["raytorchrpc bench", *chosen, *outputs])
     assert re.search(r"^memcpy +[\d.]+~? x[\d.]+ +[\d.]+~? x[\d.]+$", out, re.MULTILINE), out
 
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
@@ -58,7 +58,7 @@ def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["starting actors", "tensors: "])
+@pytest.mark.parametrize("moment", ["starting actors", "tensors: size 3 of"])
 def test_ctrl_c_leaves_no_process(bench: Command, moment: str, tmp_path: Path) -> None:
     sizes = ",".join(f"{n}KB" for n in range(1, 400))
     process = bench.start(
@@ -89,7 +89,7 @@ def test_every_pattern_has_figures_of_every_contestant(bench: Command, tmp_path:
     complete(result)
     missing = {(one.contestant, one.reason) for one in result.figures if one.reason}
     assert missing <= {("bare-socket", "a socket has no calls beside each other")}
-    assert {one.case.partition(",")[0] for one in result.figures} == {*PATTERNS}
+    assert {one.case.partition(",")[0] for one in result.figures} == {*known_patterns(True)}
     assert bench.gone_within(40)
 
 

@@ -29,7 +29,7 @@ DISTRIBUTIONS["yaml"] = "pyyaml"
 #: The extra that a file, or a folder of files, is there for; the longest name that fits. All others: none.
 NEEDS = {
     "raytorchrpc/bench": "bench",
-    "raytorchrpc/bench/links.py": "peers",
+    "raytorchrpc/bench/actors.py": "peers",
     "raytorchrpc/cli": "cli",
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/manifest.py": "cli",

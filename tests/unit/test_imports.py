@@ -81,6 +81,7 @@ PURE = {
     *(
         "bench.cases",
         "bench.contestants",
+        "bench.options",
         "bench.patterns",
         "bench.plots",
         "bench.results",

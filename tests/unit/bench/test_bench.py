@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks import page
-from raytorchrpc.bench import patterns, tables
+from raytorchrpc.bench import tables
 from raytorchrpc.bench.cases import Device, Figure, show_size
 from raytorchrpc.bench.contestants import CALLS, LINKS, choose
-from raytorchrpc.bench.patterns import PATTERNS, Pattern, make_options, parse_size
-from raytorchrpc.bench.results import Result, published, read_result, write_file
-from raytorchrpc.bench.site import Host, Site, find_node, free_memory, obstacle, size_obstacle
+from raytorchrpc.bench.options import make_options, parse_size
+from raytorchrpc.bench.patterns import Pattern, known_patterns
+from raytorchrpc.bench.results import Result, published, read_result
+from raytorchrpc.bench.site import Host, Site, find_node, free_memory
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 from tests.unit import command_line
@@ -68,7 +69,7 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
     assert some.sizes == (0, 1250, 10_000_000)
     everything, quick = make_options(pattern=["all"]), make_options(pattern=["all"], quick=True)
     assert (everything.contestants, everything.rounds, quick.rounds) == (CALLS, 5, 3)
-    assert list(dict.fromkeys(one.name.partition(",")[0] for one in everything.patterns)) == list(PATTERNS)
+    assert list(dict.fromkeys(one.name.partition(",")[0] for one in everything.patterns)) == list(known_patterns(False))
     assert quick.budget_s < 90 and len(quick.patterns) < len(everything.patterns)
     assert len({one.name for one in everything.patterns}) == len(everything.patterns)
 
@@ -80,11 +81,13 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
         (["--sizes", "1.25KB,huge"], "size 'huge' is not a number of bytes"),
         (["--device", "tpu"], "device 'tpu' is not one of cpu, cuda, all"),
         (["--device", "cpu", "--rows", "bare-nccl"], "none of the rows bare-nccl carries cpu tensors"),
-        (["--budget", "1"], "the budget must be 10 to 86400 seconds, not 1"),
         (["--against", "hearsay"], "--against 'hearsay' is unknown; known: published"),
         (["--hosts", "here", "here"], "hosts must be two different Ray nodes"),
         (["--plot", "figures.svg"], "figures.svg does not end in .png"),
-        (["--json", "/no/such/folder/x.json"], "cannot write /no/such/folder/x.json: no such directory"),
+        (
+            ["--json", "/no/such/folder/x.json"],
+            "cannot write /no/such/folder/x.json: it has to be a file",
+        ),
         (["--markdown", "same", "--json", "same"], "two outputs name the same file"),
         (["--from", "/no/such/result.json"], "cannot read /no/such/result.json"),
         (["--from", __file__], "is not a result of `raytorchrpc bench --json`"),
@@ -118,19 +121,11 @@ def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
 
 
-@pytest.mark.parametrize(
-    ("there", "says"),
-    [
-        (None, r"--peers monarch needs Monarch: pip install '.\[peers\]' in a checkout"),
-        ("there", "Monarch cannot be imported beside torch .*pip install 'torchmonarch==0.7.[*]' 'torch=="),
-    ],
-)
-def test_without_a_monarch_that_works_the_remedy_is_one_line(there: Any, says: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc.bench.patterns.find_spec", lambda name: there)
+def test_without_a_monarch_that_works_the_remedy_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.executable", shutil.which("false") or "false")
     ran = command_line.run("bench", "--peers", "monarch")
     assert ran.exit_code == 2 and ran.stderr.count("\n") == 1
-    assert re.search(says, ran.stderr)
+    assert re.search("Monarch cannot be imported beside torch .*pip install '.\\[peers\\]' in a checkout", ran.stderr)
 
 
 def test_nodes_are_found_by_id_address_and_name() -> None:
@@ -140,10 +135,10 @@ def test_nodes_are_found_by_id_address_and_name() -> None:
     ]
     for name in ("id2", "10.0.0.2", "host2"):
         assert find_node(name, nodes) is nodes[1]
-    with pytest.raises(ConfigurationError, match=r"no Ray node 'host3'; nodes: 10.0.0.1 \(host1\), 10.0.0.2 \(host2\)"):
+    with pytest.raises(ConfigurationError, match=r"no Ray node 'host3'; nodes: id1 \(10.0.0.1, host1\); id2 \("):
         find_node("host3", nodes)
     twins = [{**node, "NodeManagerHostname": "twin"} for node in nodes]
-    with pytest.raises(ConfigurationError, match=r"several Ray nodes match 'twin'.*id1, id2"):
+    with pytest.raises(ConfigurationError, match=r"several Ray nodes match 'twin'.*id1 .*id2 "):
         find_node("twin", twins)
 
 
@@ -152,9 +147,13 @@ def test_nodes_are_found_by_id_address_and_name() -> None:
 
 def place(host: str = "one", **more: Any) -> Host:
     known: Any = {"pid": 1, "uid": 0, "namespaces": {}, "node_ip": "10.0.0.1", "torch_version": "2.13.0"}
-    known |= {"hcas": more.pop("hcas", ()), "peer_memory": more.pop("peer_memory", False)}
+    known |= {
+        "hcas": more.pop("hcas", ()),
+        "peer_memory": more.pop("peer_memory", False),
+        "nixl": more.pop("nixl", True),
+    }
     endpoint = Endpoint(hostname=host, boot_id=host, tensorpipe_transports=("shm", "ibv", "uv"), **known)
-    usual = {"free_bytes": 32 * GB, "packages": frozenset({"pynng", "nixl"}), "nccl": True, "store_bytes": 8 * GB}
+    usual = {"free_bytes": 32 * GB, "store_bytes": 8 * GB}
     return Host(endpoint=endpoint, node=host, **{**usual, **more})
 
 
@@ -199,7 +198,7 @@ def newest_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) -> None:
-    assert {one.name for one in LINKS if device in one.devices and obstacle(one, device, where) is None} == rows
+    assert {one.name for one in LINKS if device in one.devices and one.obstacle(device, where) is None} == rows
 
 
 @pytest.mark.usefixtures("newest_ray")
@@ -207,20 +206,18 @@ def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) ->
     ("row", "device", "where", "says"),
     [
         ("raytorchrpc", "cuda", site(place()), "Ray has no GPU"),
-        ("torchrpc-IB", "cpu", site(place()), "needs two hosts"),
+        ("torchrpc-IB", "cpu", site(place(**ADAPTER)), "every member is on one host"),
         ("nccl-nvlink", "cuda", site(place(gpus=1)), "needs two GPUs, and there is one"),
-        ("nccl-IB", "cuda", site(place(gpus=2, hcas=(adapter("DOWN"),))), "no port of an RDMA adapter is active"),
-        ("bare-nccl", "cuda", site(place(gpus=2, nccl=False)), "this torch build has no NCCL"),
+        ("nccl-IB", "cuda", site(place(gpus=2, hcas=(adapter("DOWN"),))), "no adapter has an active port"),
         ("shm", "cpu", site(place(), place("two")), "needs both ends on one host"),
-        ("torchrpc-IB", "cpu", site(place(), place("two")), "no RDMA adapter (HCA)"),
+        ("torchrpc-IB", "cpu", site(place(), place("two")), "no RDMA adapter"),
         ("raytorchrpc", "cuda", site(place(gpus=1), place("two")), "Ray has no GPU on one of the nodes"),
         ("torchrpc-GDR", "cuda", site(place(**ADAPTER), place("two", **ADAPTER)), "load nvidia-peermem"),
-        ("nng-TCP", "cpu", site(place(packages=frozenset())), "pynng is not installed: pip install pynng"),
-        ("ray-rdt-nixl", "cpu", site(place(packages=frozenset())), "pip install '.[nixl]'"),
+        ("ray-rdt-nixl", "cpu", site(place(nixl=False)), "pip install '.[nixl]'"),
     ],
 )
 def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, says: str) -> None:
-    assert says in (obstacle(BY_NAME[row], device, where) or "")
+    assert says in (BY_NAME[row].obstacle(device, where) or "")
 
 
 @pytest.mark.parametrize(
@@ -235,30 +232,25 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
     ],
 )
 def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device: Device, size: int, says: Any) -> None:
-    reason = patterns.obstacle(choose([name], CALLS)[0], pattern, device, size)
+    reason = choose([name], CALLS)[0].call_obstacle(pattern, device, size)
     assert reason is None if says is None else says in (reason or "")
 
 
-def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
+def test_sizes_beyond_the_memory_are_not_tried() -> None:
     here = site(place(free_bytes=10 * GB, store_bytes=GB))
-    assert size_obstacle(BY_NAME["raytorchrpc"], "cpu", 10**6, here) is None
-    assert "carries at most" in (size_obstacle(BY_NAME["socket"], "cpu", 1 << 20, here) or "")
-    assert "of memory, 8 GB is usable" in (size_obstacle(BY_NAME["raytorchrpc"], "cpu", 5 * GB, here) or "")
-    assert "of GPU memory" in (size_obstacle(BY_NAME["cuda-shared-tensor"], "cuda", 5 * GB, here, 10 * GB) or "")
-    assert "object store of 1 GB" in (size_obstacle(BY_NAME["ray"], "cpu", 6 * 10**8, here) or "")
+    assert BY_NAME["raytorchrpc"].size_obstacle("cpu", 10**6, here) is None
+    assert "of memory, 8 GB is usable" in (BY_NAME["raytorchrpc"].size_obstacle("cpu", 5 * GB, here) or "")
+    assert "object store of 1 GB" in (BY_NAME["ray"].size_obstacle("cpu", 6 * 10**8, here) or "")
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
-    assert free_memory(tmp_path) == 8000 * 1024
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("3000000\n")
-    (group / "memory.current").write_text("1000000\n")
-    assert free_memory(tmp_path) == 2_000_000
-    (group / "memory.max").write_text("max\n")
-    assert free_memory(tmp_path) == 8000 * 1024
+    without = free_memory(tmp_path)
+    assert without > 0
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("3000\n")
+    assert free_memory(tmp_path) == 2000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(tmp_path) > without / 2
 
 
 # --- what came out ------------------------------------------------------------------------------------------------
@@ -295,7 +287,7 @@ def paced() -> Result:
 
 def shown(run: Result, tmp_path: Path, *options: str, code: int = 0) -> str:
     """What the command prints of it, or says of its failure."""
-    write_file(tmp_path / "run.json", run.to_json())
+    (tmp_path / "run.json").write_text(run.to_json())
     ran = command_line.run("bench", "--from", str(tmp_path / "run.json"), *options)
     assert ran.exit_code == code, ran
     return ran.stderr if code else ran.stdout
@@ -303,7 +295,7 @@ def shown(run: Result, tmp_path: Path, *options: str, code: int = 0) -> str:
 
 def test_a_run_that_ctrl_c_ended_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, file = links().model_copy(update={"interrupted": True}), tmp_path / "r.json"
-    monkeypatch.setattr("raytorchrpc.cli.bench._measure", lambda *_: run)
+    monkeypatch.setattr("raytorchrpc.cli.bench._measure", lambda *_, **asked: run)
     ran = command_line.run("bench", "--json", str(file))
     assert ran.exit_code not in (0, 2) and "raytorchrpc" in ran.stdout
     assert read_result(file) == run
@@ -325,19 +317,6 @@ def test_the_longer_of_contestants_and_sizes_goes_down() -> None:
     ]
 
 
-def test_a_summary_names_the_best_and_the_smallest_size(tmp_path: Path) -> None:
-    said = "raytorchrpc is 18 times as fast as ray at 40 MB and 5 times as fast as ray at 1.25 KB"
-    times = {
-        ("raytorchrpc", 1250): 1.0,
-        ("ray", 1250): 5.0,
-        ("raytorchrpc", 40_000_000): 2.0,
-        ("ray", 40_000_000): 36.0,
-    }
-    text = shown(result(*(figure(*key, value) for key, value in times.items())), tmp_path)
-    assert f"CPU: {said} (the best and the smallest size)." in text
-    assert "times as fast" not in shown(paced(), tmp_path)
-
-
 def test_published_figures_stand_beside_those_of_the_run(tmp_path: Path) -> None:
     text = shown(links(), tmp_path, "--against", "published")
     shm = published()[1]["intranode", "shm"]
@@ -345,14 +324,13 @@ def test_published_figures_stand_beside_those_of_the_run(tmp_path: Path) -> None
     assert published()[0] in text
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_tables_fit_a_terminal_and_lose_no_column(width: int) -> None:
+def test_tables_fit_a_terminal_and_lose_no_column() -> None:
+    width = 80
     figures = (figure(f"a contestant {n}", 10**size, 1.25) for n in range(12) for size in range(3, 11))
     (table,) = tables.tables(result(*figures))
     lines = table.text(width).splitlines()
     assert max(map(len, lines)) <= width < max(map(len, table.text().splitlines()))
-    columns = [line.split("  ") for line in lines if "KB" in line or "MB" in line or "GB" in line]
-    assert [head.strip() for heads in columns for head in heads if head.strip()] == table.heads[1:]
+    assert all(text in "".join(lines) for text in ("a contestant 11", "1 KB", "10 GB"))
 
 
 def test_every_hole_has_its_reason() -> None:
@@ -392,6 +370,6 @@ def test_a_picture_names_the_library_the_machine_and_sizes(run: Result) -> None:
     drawn.canvas.draw()
     assert drawn.get_suptitle() == "raytorchrpc abc, 2026-01-01; 2 cores, somewhere; RDMA adapters: none"
     labels = [label.get_text() for label in drawn.axes[0].get_xticklabels()]
-    assert {"10 KB", "10 MB"} <= set(labels) if run.figures[0].case == "tensors" else labels == ["nothing", "1.25 KB"]
+    assert labels == (["1.25 KB", "40 MB"] if run.figures[0].case == "tensors" else ["nothing", "1.25 KB"])
     ticks = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
     assert "1" in ticks and not any("times" in tick for tick in ticks)
