@@ -149,12 +149,7 @@ def _notes(options: ClusterOptions) -> list[str]:
         f"/dev/shm takes up to {options.shm} of the {options.memory} of each worker; so does shared memory of the",
         "group's members, which does not show there. See docs/kubernetes.md.",
     ]
-    if options.rdma_resource and not options.non_root:
-        notes += [
-            "Workers run as root: IPC_LOCK does nothing for another user, whose locked memory stays limited (8 MiB",
-            "usually), and then RDMA fails or is not used.",
-        ]
-    elif options.rdma_resource:
+    if options.rdma_resource and options.non_root:
         notes += [
             "Workers do not run as root, and IPC_LOCK does nothing for them: the container runtime of every node needs",
             "LimitMEMLOCK=infinity, or RDMA fails or is not used.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
+import runpy
 from typing import Any
 
 from ray.exceptions import RayError
@@ -17,20 +17,13 @@ def run(*, address: str | None, workers: int, target: float, **options: Any) -> 
 
     Raises RayTorchRpcError if Ray fails or the target accuracy is not reached.
     """
+    # Under this name workers cannot import the example: Ray sends its classes by value.
+    train = runpy.run_path(str(folder() / "digits.py"), run_name="digits")["run"]
     try:
         with ray_session(address, cpus=workers + 1):
-            final = _program().run(workers=workers, target=target, **options)
+            final = train(workers=workers, target=target, **options)
     except RayError as error:
         raise BootstrapError(str(error)) from error
     if final.accuracy < target:
         reached = f"test accuracy {final.accuracy:.1%} after {final.steps} steps"
         raise RayTorchRpcError(f"{reached}, below the target of {target:.1%}")
-
-
-def _program() -> Any:
-    """The example, under a name that workers cannot import: Ray sends its classes by value."""
-    spec = spec_from_file_location("digits", folder() / "digits.py")
-    assert spec is not None and spec.loader is not None
-    program = module_from_spec(spec)
-    spec.loader.exec_module(program)
-    return program

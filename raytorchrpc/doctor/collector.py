@@ -35,6 +35,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.doctor.report import WATCHED, Evidence, GpuLink
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.process import threads
+from raytorchrpc.text import explain
 from raytorchrpc.topology import nccl_env, probe, sysfs
 from raytorchrpc.topology.endpoint import Endpoint, Gpu, Hca, Interface
 
@@ -94,12 +95,9 @@ def gather_from(root: Path) -> Evidence:
         return evidence
     try:
         return evidence.merged({**json.loads(text), "live": False})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise ConfigurationError(f"{root / 'evidence.json'}: {where}: {problem['msg']}") from error
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{root / 'evidence.json'}: {error}") from error
+        why = explain(error, Evidence.model_fields) if isinstance(error, ValidationError) else error
+        raise ConfigurationError(f"{root / 'evidence.json'}: {why}") from error
 
 
 def _from_files(root: Path, environ: Mapping[str, str]) -> dict[str, Any]:

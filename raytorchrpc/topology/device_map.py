@@ -17,7 +17,7 @@ result: a CPU tensor on the peer may also come from a CPU tensor here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,23 +64,17 @@ class DeviceMap:
 
         Raises ConfigurationError naming the entry, its position (from 1) and what was expected.
         """
-        entries: dict[Peer, dict[Device, Device]] = {}
         if not isinstance(text, str):
             raise ConfigurationError(f"a device map's text form is a str, not {text!r}")
+        entries: list[_Entry] = []
         for position, raw in enumerate(text.split(",") if text.strip() else (), start=1):
-            entry = raw.strip()
-            match = _ENTRY.fullmatch(entry)
+            where = f"device map entry {position} ({raw.strip()!r})"
+            match = _ENTRY.fullmatch(raw.strip())
             if not match:
-                raise ConfigurationError(f"device map entry {position} ({entry!r}) is malformed: {_SHAPE}")
+                raise ConfigurationError(f"{where} is malformed: {_SHAPE}")
             peer = int(match[1])
-            local, target = _device(match[2], peer), _device(match[3], peer)
-            if local in entries.setdefault(peer, {}):
-                raise ConfigurationError(
-                    f"device map entry {position} ({entry!r}): {_label(local)} is already mapped to "
-                    f"{_label(entries[peer][local])} of peer {peer}; one local GPU goes to one GPU of a peer"
-                )
-            entries[peer][local] = target
-        return cls(entries)
+            entries.append((where, peer, _device(match[2], peer), _device(match[3], peer)))
+        return cls(_collected(entries))
 
     @classmethod
     def from_dict(cls, value: Mapping[Any, Any]) -> DeviceMap:
@@ -94,19 +88,13 @@ class DeviceMap:
             raise ConfigurationError(
                 f"a device map is a DeviceMap, its text form or {{peer: {{local gpu: peer gpu}}}}, not {value!r}"
             )
-        entries: dict[Peer, dict[Device, Device]] = {}
+        entries: list[_Entry] = []
         for peer, pairs in value.items():
+            where = f"device map for peer {peer!r}"
             if not isinstance(pairs, Mapping):
-                raise ConfigurationError(
-                    f"device map for peer {peer!r}: expected {{local gpu: peer gpu}}, got {pairs!r}"
-                )
-            mapped = entries.setdefault(peer, {})
-            for local, target in pairs.items():
-                index = _device(local, peer)
-                if index in mapped:
-                    raise ConfigurationError(f"device map for peer {peer!r}: {_label(index)} is mapped twice")
-                mapped[index] = _device(target, peer)
-        return cls(entries)
+                raise ConfigurationError(f"{where}: expected {{local gpu: peer gpu}}, got {pairs!r}")
+            entries += ((where, peer, _device(local, peer), _device(target, peer)) for local, target in pairs.items())
+        return cls(_collected(entries))
 
     @classmethod
     def of(cls, value: Any) -> DeviceMap:
@@ -163,17 +151,8 @@ class DeviceMap:
     def named(self, name_of: Callable[[Any], str], owner: str = "") -> DeviceMap:
         """The same map with the name of each peer, ``name_of(peer)``. Raises ConfigurationError naming ``owner``."""
         where = f"device map of {owner or 'a member'}"
-        entries: dict[str, dict[Device, Device]] = {}
-        for peer, pairs in self._entries.items():
-            name = _name(peer, name_of, where)
-            mapped = entries.setdefault(name, {})
-            for local, target in pairs.items():
-                if mapped.setdefault(local, target) != target:
-                    raise ConfigurationError(
-                        f"{where}: {_label(local)} is mapped to both {_label(mapped[local])} and {_label(target)} of "
-                        f"{name} (given by name, rank or handle)"
-                    )
-        return DeviceMap(entries)
+        named = ((_name(peer, name_of, where), pairs) for peer, pairs in self._entries.items())
+        return DeviceMap(_collected((where, name, *pair) for name, pairs in named for pair in pairs.items()))
 
     def __hash__(self) -> int:
         # The order of entries has no meaning.
@@ -184,6 +163,21 @@ class DeviceMap:
 
     def __repr__(self) -> str:
         return f"DeviceMap({self.to_dict()!r})"
+
+
+#: Where an entry is given, a peer, a device here, and the device of the peer.
+_Entry = tuple[str, Peer, Device, Device]
+
+
+def _collected(entries: Iterable[_Entry]) -> dict[Peer, PairMap]:
+    """The entries by peer. Raises ConfigurationError if a device is mapped to two devices of a peer."""
+    maps: dict[Peer, PairMap] = {}
+    for where, peer, local, target in entries:
+        if (first := maps.setdefault(peer, {}).setdefault(local, target)) != target:
+            raise ConfigurationError(
+                f"{where}: {_label(local)} is mapped to both {_label(first)} and {_label(target)} of peer {peer!r}"
+            )
+    return maps
 
 
 def gpu_pairs(mapping: Mapping[Device, Device]) -> dict[int, int]:

@@ -232,8 +232,8 @@ def test_values_in_ncclss_own_files_are_seen(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("{", "Expecting property name"),
-        ('{"hosts": "many"}', "hosts: "),
-        ('{"endpoint": {"color": 1}}', "endpoint.color"),
+        ('{"hosts": "many"}', "hosts='many' must be a valid integer"),
+        ('{"endpoint": {"color": 1}}', r"endpoint\[color\]=1"),
     ],
 )
 def test_an_evidence_file_that_is_none_is_refused_with_its_name(tmp_path: Path, text: str, words: str) -> None:

@@ -65,8 +65,8 @@ def test_malformed_text_says_where_and_what_was_expected(text: str, position: in
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("1_0_1,2_0_2,1_0_2", r"entry 3 \('1_0_2'\): GPU 0 is already mapped to GPU 1 of peer 1"),
-        ("1_cpu_0,1_cpu_1", r"entry 2 \('1_cpu_1'\): the CPU is already mapped to GPU 0 of peer 1"),
+        ("1_0_1,2_0_2,1_0_2", r"entry 3 \('1_0_2'\): GPU 0 is mapped to both GPU 1 and GPU 2 of peer 1"),
+        ("1_cpu_0,1_cpu_1", r"entry 2 \('1_cpu_1'\): the CPU is mapped to both GPU 0 and GPU 1 of peer 1"),
     ],
 )
 def test_one_device_cannot_go_to_two_of_a_peer(text: str, said: str) -> None:
@@ -93,13 +93,13 @@ def test_dict_form_takes_every_way_to_name_a_device(pairs: dict[Any, Any], read:
     ("value", "said"),
     [
         ({"b": {"gpu": 0}}, "peer 'b': 'gpu' is not a CUDA device with an index .0, 'cuda:0'., nor 'cpu'"),
-        ({"b": {"cpu": 0, torch.device("cpu"): 1}}, "peer 'b': the CPU is mapped twice"),
+        ({"b": {"cpu": 0, torch.device("cpu"): 1}}, "peer 'b': the CPU is mapped to both GPU 0 and GPU 1"),
         ({"b": {"cpu:0": 0}}, "'cpu:0' is not a CUDA device"),
         ({"b": {torch.device("cuda"): 0}}, "is not a CUDA device with an index"),
         ({"b": {torch.device("cpu", 0): 0}}, "is not a CUDA device"),
         ({"b": {0: -1}}, "-1 is not a CUDA device"),
         ({"b": {True: 0}}, "True is not a CUDA device"),
-        ({"b": {0: 1, "cuda:0": 0}}, "peer 'b': GPU 0 is mapped twice"),
+        ({"b": {0: 1, "cuda:0": 0}}, "peer 'b': GPU 0 is mapped to both GPU 1 and GPU 0"),
         ({"b": [0, 1]}, "peer 'b': expected {local gpu: peer gpu}"),
         (["1_0_1"], r"a device map is .* or {peer: {local gpu: peer gpu}}, not \['1_0_1'\]"),
     ],
@@ -225,7 +225,7 @@ def test_given_maps_are_taken_and_the_others_generated(values: Any, gpus: dict[s
         ({"a": "5_0_0"}, "device map of a: 5 is not in the group"),
         ({"nobody": {"a": {0: 0}}}, "device_maps: 'nobody' is not in the group; its members: a"),
         ({"a": "1_0_0", "0": "1_0_0"}, "'a' is given twice"),
-        ({"a": {"b": {0: 0}, "1": {1: 0, 0: 1}}}, "GPU 0 is mapped to both GPU 0 and GPU 1 of b"),
+        ({"a": {"b": {0: 0}, "1": {1: 0, 0: 1}}}, "GPU 0 is mapped to both GPU 0 and GPU 1 of peer 'b'"),
         # what
         ({"a": "1_0"}, r"device_maps\['a'\]: device map entry 1 .'1_0'. is malformed"),
         ({"a": 7}, r"device_maps\['a'\]: .*not 7"),
