@@ -89,8 +89,8 @@ class Twin:
             _ = tensors.shards  # raises what is wrong
         assert tensors.targets is not None
         local = tensors.targets.tensors
-        devices, strides = [tensor.device for tensor in local.values()], tensors.targets.memory[1]
-        form = tensors.targets.form, strides, devices, ties_of(local)
+        lies = [(tensor.device, tensor.stride()) for tensor in local.values()]
+        form = tensors.targets.form, lies, ties_of(local)
         if self._known is None or self._known[0] != form:
             self._known = form, specs_of(tensors)
         return self._known[1]

@@ -16,7 +16,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import PeerLost
 from tests.polling import wait_until
-from tests.unit.members import LEASE, TENSORS, Members
+from tests.unit.members import LEASE, TENSORS, Members, spied
 from tests.unit.patterns.weight_values import values
 
 LONG = 20.0
@@ -109,7 +109,16 @@ def moved(model: Net) -> None:
     model.first.bias.data = torch.zeros(3)
 
 
-@pytest.mark.parametrize("change", [untied, one_memory, turned, moved])
+def filled(model: Net) -> None:
+    model.fill(7.0)
+
+
+def transposed(model: Net) -> None:
+    """In the same memory."""
+    model.first.weight.data = model.first.weight.data.t()
+
+
+@pytest.mark.parametrize("change", [untied, one_memory, turned, moved, transposed])
 def test_a_model_may_change_between_prefetches(members: Members, change: Any) -> None:
     model = Net(-1.0)
     for value in (1.0, 2.0, 3.0):
@@ -124,6 +133,19 @@ def test_a_model_may_change_between_prefetches(members: Members, change: Any) ->
     assert is_one == (change is not untied) and model.first.weight.stride() == stride
     model.first.weight.data.fill_(7.0)
     assert (model.tied.weight[0, 0].item() == 7.0) == is_one and model.first.bias[0].item() == 3.0
+
+
+def test_a_model_is_described_again_only_if_its_twin_would_be_another(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(members, 1.0)
+    described, model = spied(monkeypatch, "raytorchrpc.patterns.weights.prefetch.specs_of"), Net()
+    with members.acting("a"):
+        for change, times in ((filled, 1), (moved, 1), (transposed, 2)):
+            change(model)
+            for _ in range(2):
+                store_of(members).prefetch(model).swap()
+                assert len(described) == times
 
 
 def flat(model: Net) -> None:
