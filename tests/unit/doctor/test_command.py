@@ -68,11 +68,12 @@ def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(tmp_path: Path
 
 def test_lines_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
-    whole = told(tmp_path).stdout
-    monkeypatch.setenv("COLUMNS", "80")
-    out = told(tmp_path).stdout
-    assert max(map(len, out.splitlines())) <= 80 < max(map(len, whole.splitlines()))
-    assert "".join(out.split()) == "".join(whole.split()), "nothing is cut off"
+    shown = {}
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown[columns] = told(tmp_path).stdout
+    assert max(map(len, shown[80].splitlines())) <= 80 < max(map(len, shown[120].splitlines()))
+    assert "".join(shown[80].split()) == "".join(shown[120].split()), "nothing is cut off"
 
 
 @pytest.mark.parametrize(
