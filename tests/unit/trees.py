@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-from tests.unit.clusters import DATA, gid_table
+from tests.unit.clusters import a100s, gid_table
 
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build"
 CLOSED_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024"
@@ -123,11 +121,7 @@ class Tree:
 
 def gpu_rows() -> list[tuple[int, str, str]]:
     """(index, PCI address, name) of the public node's GPUs."""
-    lines = [line for line in (DATA / "gpus_8xa100.csv").read_text().splitlines() if not line.startswith("#")]
-    return [
-        (int(row["index"]), re.sub(r"^0000", "", row["pci_bus_id"]).lower(), row["name"])
-        for row in csv.DictReader(lines)
-    ]
+    return [(gpu.index, str(gpu.pci_bus_id), gpu.name) for gpu in a100s()]
 
 
 def public_node(root: Path) -> Tree:
