@@ -58,7 +58,7 @@ def held() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "arena": _arena_used(),
         "in flight": in_flight(),
-        "deadlines": len(member.deadlines._heap),
+        "deadlines": len(member.deadlines._clock._heap),
         "objects": sum(ours.values()) - ours[_MAPPED],
         "mapped": ours[_MAPPED],
         "gpu": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
