@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -126,6 +125,8 @@ def describe_host(node: Mapping[str, Any]) -> Host:
 
 def free_memory(control_group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that processes here can still allocate: the kernel's estimate, or less if the control group limits it."""
+    import psutil  # here: where it is not installed, Ray brings its own
+
     free = int(psutil.virtual_memory().available)
     limit, used = (sysfs.read(control_group / f"memory.{name}") or "" for name in ("max", "current"))
     return min(free, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else free
