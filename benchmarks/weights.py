@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -59,14 +59,13 @@ def models(pick: Pick) -> dict[str, Model]:
 # --- what an end does: its model, by name, is ``end.model``, and the store ``end.store`` ------------------------------
 
 
-def publish(end: Any) -> int:
-    """Returns the version."""
-    return int(end.store.publish(end.model))
+def publish(end: Any) -> None:
+    end.store.publish(end.model)
 
 
-def pull(end: Any, **options: Any) -> float:
+def pull(end: Any) -> float:
     """Milliseconds of a pull."""
-    return timed(lambda: end.store.pull(end.model, **options))
+    return timed(lambda: end.store.pull(end.model))
 
 
 def copies(end: Any) -> float:
@@ -81,29 +80,20 @@ def sums(end: Any) -> dict[str, float]:
     return {name: float(tensor.double().sum()) for name, tensor in tensors(end.model).items()}
 
 
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a module, or of a dict of tensors or shards."""
-    named: Mapping[str, Any] = model if isinstance(model, Mapping) else dict(model.named_parameters())
-    return {name: getattr(value, "tensor", value).detach() for name, value in named.items()}
-
-
-def check_same(sent: Mapping[str, float], arrived: Mapping[str, float]) -> None:
-    """Raise if the sums of what arrived are not those of what was sent."""
-    for name, value in sent.items():
-        if abs(value - arrived[name]) > 1e-6 * max(1.0, abs(value)):
-            raise RuntimeError(f"{name!r} arrived changed: {value} became {arrived[name]}")
+def tensors(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a dict of tensors or shards."""
+    return {name: getattr(value, "tensor", value) for name, value in model.items()}
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------
 
 
-def load(end: Any, store: Any, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+def load(end: Any, store: Any, size: int) -> None:
     """Weights like a transformer's: large and small tensors in each of 16 layers."""
-    part = size // dtype.itemsize // 16 // 4
+    part = size // 4 // 16 // 4
     sides = ("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256)
-    end.store, end.version = store, 0
-    end.model = {f"{layer}.{name}": torch.ones(count, device=device, dtype=dtype)
-                 for layer in range(16) for name, count in sides}  # fmt: skip
+    end.store = store
+    end.model = {f"{layer}.{name}": torch.ones(count) for layer in range(16) for name, count in sides}
 
 
 def put(end: Any) -> list[Any]:
@@ -116,17 +106,8 @@ def get(end: Any, ref: list[Any]) -> None:
 
 
 def weights(pick: Pick) -> list[Figure]:
-    sizes = pick((10_000_000, 1 << 30), (10_000_000,), (1_000_000,))
-    figures = _to_readers(sizes, pick(4, 2, 1), pick(5, 3, 1))
-    figures += _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
-    figures += _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
-    if gpu_count() >= 2:
-        figures += _between_gpus(sizes, pick(30, 10, 3))
-    return figures
-
-
-def _to_readers(sizes: Sequence[int], count: int, rounds: int) -> list[Figure]:
     """From an actor to several of its host: the store, and ``ray.put`` and ``ray.get`` into the model."""
+    sizes, count = pick((10_000_000, 1 << 30), (10_000_000,), (1_000_000,)), pick(4, 2, 1)
     zero = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
     names = [f"reader{number}" for number in range(count)]
     with group_of("learner", *names) as (_, members), actors(count + 1) as by_ray, actors(count + 1, **zero) as by_view:
@@ -145,104 +126,7 @@ def _to_readers(sizes: Sequence[int], count: int, rounds: int) -> list[Figure]:
             return timed(lambda: each(readers, get, on(learner, put)))
 
         loaded = {("one copy in a process", size) for size in sizes}
-        return compare(f"weights to {count} actors", turn, [*ends, "one copy in a process"], sizes, rounds)
-
-
-def load_from(end: Any, how: str, _: Size) -> float:
-    """Load the newest version into a model that has other tensors, as an engine's loader does; returns milliseconds."""
-    whole: dict[str, torch.Tensor] = vars(end).setdefault("whole", {})
-
-    def loaded() -> None:
-        source: Any
-        if how == "view":
-            source = end.store.view()
-        else:
-            source = whole if how == "pull into tensors that stay" and whole else end.store.layout().empty()
-            end.store.pull(source)
-        for name, tensor in source.items():
-            end.model[name].copy_(tensor)
-        if how == "pull into tensors that stay":
-            whole.update(source)
-
-    return timed(loaded)
-
-
-def _in_place(size: int, rounds: int) -> list[Figure]:
-    with group_of("learner", "reader") as (_, ends):
-        learner, reader = ends.values()
-        each([learner, reader], load, rtr.WeightStore("in place", home="learner"), size)
-
-        def turn(how: str, size: Size) -> float:
-            on(learner, publish)
-            return on(reader, load_from, how, size)
-
-        ways = "view", "pull into tensors that stay", "pull into new tensors"
-        figures = compare("weights into a model of other tensors", turn, ways, [size], rounds)
-        check_same(on(learner, sums), on(reader, sums))
-    return figures
-
-
-def step(end: Any, share: float) -> None:
-    """Change a share of the elements, and publish."""
-    for tensor in end.model.values():
-        tensor += (torch.rand(tensor.shape, device=tensor.device) < share).to(tensor.dtype)
-    publish(end)
-
-
-def follow(end: Any, knows: bool) -> float:
-    """Pull what has changed, or all; returns milliseconds."""
-
-    def newest() -> None:
-        end.version = end.store.pull(end.model, since=end.version if knows else None)
-
-    return timed(newest)
-
-
-def _changes(size: int, rounds: int) -> list[Figure]:
-    """A step that changes 1 % of the elements of each tensor. It comes over TCP, as between hosts."""
-    config = rtr.GroupConfig(lanes=("socket", "torchrpc"), always_tcp=True)
-    with group_of("learner", "reader", config=config) as (_, ends):
-        learner, reader = ends.values()
-        store: Any = rtr.WeightStore("changes", home="learner", track=True)
-        each([learner, reader], load, store, size, "cpu", torch.bfloat16)
-
-        def turn(share: str, _: Size) -> float:
-            on(learner, step, 1.0 if share == "all" else 0.01)
-            return on(reader, follow, share != "all")
-
-        figures = compare("a pull over TCP of what changed", turn, ("1 % of the elements", "all"), [size], rounds)
-        check_same(on(learner, sums), on(reader, sums))
-    return figures
-
-
-def raw(end: Any, contestant: str, size: int) -> float:
-    """Milliseconds of copies between the GPUs in a process that has both: for each tensor, or all in one."""
-    if getattr(end, "size", 0) != size:
-        load(end, None, size, "cuda:0")
-        end.size, end.there = size, {name: tensor.to("cuda:1") for name, tensor in end.model.items()}
-        end.whole = torch.cat([*end.model.values()]), torch.cat([*end.there.values()])
-    pairs = [(end.there[name], tensor) for name, tensor in end.model.items()]
-    return timed(lambda: [target.copy_(source) for target, source in
-                          (pairs if "each" in contestant else [(end.whole[1], end.whole[0])])])  # fmt: skip
-
-
-def _between_gpus(sizes: Sequence[int], rounds: int) -> list[Figure]:
-    both = actors(1, gpus=["0,1"], RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
-    with both as (alone,), group_of("learner", "reader", gpus=["0", "1"]) as (_, ends):
-        learner, reader = ends.values()
-        loaded: set[int] = set()
-
-        def turn(contestant: str, size: int) -> float:
-            if contestant != "raytorchrpc":
-                return on(alone, raw, contestant, size)
-            if size not in loaded:
-                each([learner, reader], load, rtr.WeightStore(f"{size}", home="learner"), size, "cuda")
-                on(learner, publish)
-                loaded.add(size)
-            return on(reader, pull)
-
-        contestants = "raytorchrpc", "a copy of each tensor", "one copy of as many bytes"
-        return compare("weights from one GPU to another", turn, contestants, sizes, rounds, device="cuda")
+        return compare(f"weights to {count} actors", turn, [*ends, "one copy in a process"], sizes, pick(5, 3, 1))
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------

@@ -124,10 +124,11 @@ def document(results: Sequence[Result], pictures: Sequence[str | None] = ()) -> 
     return "\n\n".join(parts) + "\n"
 
 
-def section(result: Result, picture: str | None = None, level: str = "##") -> list[str]:
+def section(result: Result, picture: str | None = None) -> list[str]:
+    """The parts of a page about a result; ``picture``: the path of its picture."""
     facts = [*result.machine, f"tree {result.tree}, {result.started[:10] or 'undated'}"]
     parts = [
-        f"{level} {result.title or result.machine[0]}",
+        f"## {result.title or result.machine[0]}",
         f"{result.about}\n\n`{result.command}`: {'; '.join(facts)}.".strip(),
     ]
     parts += [f"![Each figure of each case]({picture})"] if picture else []
