@@ -12,7 +12,6 @@ import pytest
 
 from raytorchrpc.lanes.socket.leadership import BRIEF_S
 from raytorchrpc.lanes.socket.selector import Selector
-from tests.polling import wait_until
 
 PATIENCE_S = 20.0
 
@@ -68,29 +67,6 @@ def add(selector: Selector, *tasks: Task) -> Source:
     source = Source(*tasks)
     assert selector.add(source)
     return source
-
-
-def meeting(selector: Selector, meanwhile: Callable[[], object] = lambda: None) -> None:
-    """A method waits for a method of another connection."""
-    met, done = threading.Event(), threading.Event()
-    other = add(selector, met.set)
-
-    def wait() -> None:
-        other.arrive()
-        if met.wait(PATIENCE_S):
-            done.set()
-
-    def is_over() -> bool:
-        meanwhile()
-        return done.is_set()
-
-    add(selector, wait).arrive()
-    assert wait_until(is_over, PATIENCE_S)
-
-
-def test_a_method_may_wait_for_another_one(selector: Selector) -> None:
-    for _ in range(3):
-        meeting(selector)
 
 
 def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Selector) -> None:

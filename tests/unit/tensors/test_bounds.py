@@ -10,7 +10,7 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
 from raytorchrpc.lanes.base import Message, checked
-from raytorchrpc.lanes.common import frames
+from raytorchrpc.lanes.common import frames, packing
 from raytorchrpc.lanes.cuda_ipc.exports import Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
 from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS
@@ -132,6 +132,17 @@ def test_numbers_and_devices_of_a_shared_page() -> None:
             Offer.checked((number, device, *rest), (0, 1))
     with pytest.raises(ValueError, match="are not in"):
         Offer.checked((5, 0, -7, *rest[1:]), (0, 1))
+
+
+@pytest.mark.parametrize("grouped", [[(0, 1), (1,)], [(0,)], [(0,), (0,)], [(0,), (-1,)], [()]])
+def test_pieces_of_several_tensors_have_each_of_them_once(grouped: list[tuple[int, ...]]) -> None:
+    with pytest.raises((ValueError, LookupError)):
+        packing.unpack([torch.zeros(6 * len(piece)) for piece in grouped], grouped, [FLOATS, FLOATS])
+
+
+def test_a_piece_of_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match="another dtype"):
+        packing.unpack([torch.zeros(12)], [(0, 1)], [FLOATS, (torch.int32, (2, 3))])
 
 
 def test_pieces_that_are_read_by_rdma_are_no_larger_than_their_tensors_need() -> None:
