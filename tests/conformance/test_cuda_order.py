@@ -144,22 +144,17 @@ def test_a_receiver_gives_up_on_a_sender_whose_process_has_ended(sender: Sender,
     sender.await_ready(*ready)  # that was written before
 
 
-def restarts(sender: Sender) -> None:
-    other = Pages()
-    sender.receiver.peers["sender"] = other.open((0,))
-
-
-def leaves(sender: Sender) -> None:
-    sender.receiver.peers.pop("sender")
-
-
-def closes(sender: Sender) -> None:
-    sender.receiver.close()
-
-
-@pytest.mark.parametrize("change", [restarts, leaves, closes])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda sender: sender.receiver.peers.update(sender=Pages().open((0,))),
+        lambda sender: sender.receiver.peers.pop("sender"),
+        lambda sender: sender.receiver.close(),
+    ],
+    ids=["it restarts", "it leaves", "this one closes"],
+)
 def test_a_receiver_gives_up_on_a_sender_that_is_no_longer_a_peer(
-    sender: Sender, gpu: Gpu, change: Callable[[Sender], None]
+    sender: Sender, gpu: Gpu, change: Callable[[Sender], object]
 ) -> None:
     number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING, gpu)
     join = in_thread(sender.await_ready, number, out)

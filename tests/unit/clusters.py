@@ -48,6 +48,15 @@ def roce_hcas() -> tuple[Hca, ...]:
     return tuple(_hca(name, "Ethernet", tuple(gids)) for name, gids in gid_table().items())
 
 
+def moved_roce_hcas(host: int) -> tuple[Hca, ...]:
+    """They with the routed address at GID index 3 on host 0 and at 5 on host 1."""
+    moved = roce_hcas()
+    for hca in moved:
+        gids = tuple(gid.changed({"index": gid.index + 2 * host}) for gid in hca.ports[0].gids)
+        moved = with_port(moved, hca.name, gids=gids)
+    return moved
+
+
 def infiniband_hcas(subnet: str = "fe80:0000:0000:0000") -> tuple[Hca, ...]:
     """The same adapters on an InfiniBand fabric: one GID each, made of the subnet prefix and the port."""
     return tuple(

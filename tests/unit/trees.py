@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from raytorchrpc.topology.endpoint import Gpu
 from tests.unit.clusters import a100s, gid_table
 
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build"
@@ -70,8 +71,9 @@ class Tree:
     def driver(self, version: str = OPEN_DRIVER) -> None:
         write(self.root / "proc/driver/nvidia/version", version)
 
-    def gpu(self, index: int, address: str, name: str, *, bar1_gib: float = 128, given: bool = True) -> None:
+    def gpu(self, gpu: Gpu, *, bar1_gib: float = 128, given: bool = True) -> None:
         """``given``: to this container; its PCI device shows in any case."""
+        index, address, name = gpu.index, gpu.pci_bus_id, gpu.name
         device = self.root / "sys/bus/pci/devices" / address
         write(device / "vendor", "0x10de")
         write(device / "class", "0x030200")
@@ -119,18 +121,13 @@ class Tree:
         return self.root / "sys/class/infiniband" / adapter / "ports/1"
 
 
-def gpu_rows() -> list[tuple[int, str, str]]:
-    """(index, PCI address, name) of the public node's GPUs."""
-    return [(gpu.index, str(gpu.pci_bus_id), gpu.name) for gpu in a100s()]
-
-
 def public_node(root: Path) -> Tree:
     """The node as published, in good order: RoCE, nine adapters, the first of them slow and for management."""
     tree = Tree(root)
     tree.environment(HEALTHY_ENVIRONMENT)
     tree.driver()
-    for index, address, name in gpu_rows():
-        tree.gpu(index, address, name)
+    for gpu in a100s():
+        tree.gpu(gpu)
     for name, gids in gid_table().items():
         port = tree.hca(name)
         tree.port(port, rate="25 Gb/sec (1X EDR)" if name == "mlx5_0" else "200 Gb/sec (4X HDR)")

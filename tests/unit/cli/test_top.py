@@ -91,15 +91,11 @@ def test_the_table_says_who_is_away_and_what_is_in_flight() -> None:
 @pytest.mark.parametrize("name", ["collector_1", "a-member-with-a-name-of-forty-two-characters"])
 def test_large_figures_and_names_fit_80_columns_and_never_touch(name: str) -> None:
     row = PairStats(name, "learner_0", "cuda_ipc", "", 123457, 12_345_600_000, 12_345_600_000, errors={"E": 99})
-    text = tables([Update(look(2.0), look_stats(row), 1.0)], 80)
+    text = tables([Update(look(2.0), update(None, look(1.0, row)).stats, 1.0)], 80)
     pairs = text.partition("\n\n")[0]
     assert max(map(len, text.splitlines())) <= 80
     assert re.search(r"cuda_ipc +123,457 +99.0 +12,346 +12,346 +- +0$", pairs, re.MULTILINE), text
     assert name in "".join(line.partition(" ")[0] for line in pairs.splitlines())
-
-
-def look_stats(*rows: PairStats) -> object:
-    return update(None, look(1.0, *rows)).stats
 
 
 def test_queues_show_rates_age_and_who_waits() -> None:

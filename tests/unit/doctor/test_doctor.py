@@ -11,8 +11,9 @@ import pytest
 
 from raytorchrpc import ConfigurationError
 from raytorchrpc.doctor import Finding, examine
+from tests.unit.clusters import a100s
 from tests.unit.doctor.pages import FINDINGS
-from tests.unit.trees import CLOSED_DRIVER, HEALTHY_ENVIRONMENT, Tree, gpu_rows, laptop, public_node
+from tests.unit.trees import CLOSED_DRIVER, HEALTHY_ENVIRONMENT, Tree, laptop, public_node
 
 
 def said(findings: tuple[Finding, ...], *levels: str) -> dict[str, str]:
@@ -91,15 +92,6 @@ def no_gpudirect(tree: Tree) -> None:
     tree.driver(CLOSED_DRIVER)
 
 
-def small_bar1(tree: Tree) -> None:
-    for index, address, name in gpu_rows():
-        tree.gpu(index, address, name, bar1_gib=0.25)
-
-
-def without_devices(tree: Tree) -> None:
-    shutil.rmtree(tree.root / "dev/infiniband")
-
-
 def only_efa(tree: Tree) -> None:
     shutil.rmtree(tree.root / "sys/class/infiniband")
     tree.port(tree.hca("rdmap0s6", driver="efa"), "InfiniBand", rate="100 Gb/sec (4X EDR)")
@@ -110,8 +102,8 @@ def in_a_container(tree: Tree, given: int) -> None:
     shutil.rmtree(tree.root / "proc/driver/nvidia/gpus")
     for file in tree.root.glob("dev/nvidia*"):
         file.unlink()
-    for index, address, name in gpu_rows():
-        tree.gpu(index, address, name, given=index < given)
+    for gpu in a100s():
+        tree.gpu(gpu, given=gpu.index < given)
 
 
 def nccl(**variables: str) -> Callable[[Tree], None]:
@@ -149,11 +141,19 @@ BROKEN: dict[str, tuple[Callable[[Tree], Any], str, str]] = {
     "no nvidia-peermem": (no_peermem, "rdma-dma-buf-only note", ""),
     "no DMA-BUF": (lambda tree: tree.driver(CLOSED_DRIVER), "", ""),
     "neither": (no_gpudirect, "rdma-no-gpudirect warning", ""),
-    "small BAR1": (small_bar1, "gpu-bar1-small warning", "BAR1 of 8 GPU(s)"),
+    "small BAR1": (
+        lambda tree: [tree.gpu(gpu, bar1_gib=0.25) for gpu in a100s()],
+        "gpu-bar1-small warning",
+        "BAR1 of 8 GPU(s)",
+    ),
     "8 MiB to lock, not root": (NOT_ROOT, "memlock-small problem", "uid 1000 may lock 8 MiB"),
     "8 MiB to lock, root without IPC_LOCK": (locks(ipc_lock=False), "memlock-small problem", ""),
     "8 MiB to lock, root with IPC_LOCK": (locks(), "", ""),
-    "no verbs devices": (without_devices, "rdma-no-verbs-device problem", "mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 5 more"),
+    "no verbs devices": (
+        lambda tree: shutil.rmtree(tree.root / "dev/infiniband"),
+        "rdma-no-verbs-device problem",
+        "mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 5 more",
+    ),
     "tiny /dev/shm": (said_of(**NO_SHM), "shm-small warning", ""),
     "own name is 127.0.1.1, one host": (said_of(own_addresses=["127.0.1.1"], hosts=1), "own-name-loopback note", ""),
     "own name is 127.0.1.1, two hosts": (

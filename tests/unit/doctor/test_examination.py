@@ -16,7 +16,7 @@ from raytorchrpc.doctor import collector, examination
 from raytorchrpc.doctor.examination import examine_evidence, make_report
 from raytorchrpc.doctor.report import Evidence, Finding, GpuLink
 from tests.unit import clusters
-from tests.unit.clusters import Cluster, a100s, infiniband_hcas, member, public_nodes, roce_hcas, with_port
+from tests.unit.clusters import Cluster, a100s, infiniband_hcas, member, public_nodes, roce_hcas
 
 
 def evidence(cluster: Cluster, **fields: Any) -> list[Evidence]:
@@ -28,20 +28,11 @@ def one(findings: Iterable[Finding], name: str) -> Finding:
     return found
 
 
-def moved_gids(host: int) -> Any:
-    """One RoCE adapter, with the routed address at index 3 on one host and at 5 on the other."""
-    adapter = roce_hcas()[:1]
-    gids = tuple(gid.changed({"index": gid.index + 2 * host}) for gid in adapter[0].ports[0].gids)
-    return with_port(adapter, "mlx5_0", gids=gids)
-
-
 def two_fabrics(other: Any) -> Cluster:
     return public_nodes(lambda host: (infiniband_hcas(), other)[host])
 
 
-def two_releases() -> Cluster:
-    cluster = public_nodes()
-    return cluster | {"worker_1": cluster["worker_1"].changed({"torch_version": "2.11.0"})}
+TWO_RELEASES = public_nodes() | {"worker_1": public_nodes()["worker_1"].changed({"torch_version": "2.11.0"})}
 
 
 @pytest.mark.parametrize(
@@ -50,13 +41,13 @@ def two_releases() -> Cluster:
         (public_nodes(), None, "", ""),
         (clusters.one_host_two_gpus(), None, "", ""),
         (clusters.two_pods_one_host(gpus=False), None, "", ""),
-        (two_releases(), "together-no-group", "problem", "worker_1 has 2.11.0"),
+        (TWO_RELEASES, "together-no-group", "problem", "worker_1 has 2.11.0"),
         (clusters.two_pods_one_host(), "together-containers-apart", "warning", "worker_0 and worker_1"),
         (two_fabrics(()), "together-rdma-uneven", "warning", "none on worker_1"),
         (two_fabrics(roce_hcas()), "together-slower", "warning", "worker_0 and worker_1"),
         (two_fabrics(infiniband_hcas("fec0:0000:0000:0001")), "together-slower", "warning", "one InfiniBand"),
         (
-            clusters.with_nixl(public_nodes(moved_gids)),
+            clusters.with_nixl(public_nodes(lambda host: clusters.moved_roce_hcas(host)[:1])),
             "together-gid-index-differs",
             "note",
             "3 on worker_0; 5 on worker_1",

@@ -214,11 +214,7 @@ def test_what_was_published_beside_a_key_comes_with_it_and_nothing_that_may_chan
 # --- backends -------------------------------------------------------------------------------------------------------
 
 
-def on_one_gpu() -> clusters.Cluster:
-    (gpu,) = clusters.a100s(1)
-    return clusters.group(*(clusters.member(n, cuda=True, gpus=(gpu,)) for n in range(2)))
-
-
+ON_ONE_GPU = clusters.group(*(clusters.member(n, cuda=True, gpus=clusters.a100s(1)) for n in range(2)))
 WITHOUT_GPU = {**clusters.one_host_two_gpus(), "learner": clusters.member(7)}
 
 
@@ -228,7 +224,7 @@ WITHOUT_GPU = {**clusters.one_host_two_gpus(), "learner": clusters.member(7)}
         ("nccl", clusters.one_host_two_gpus(), None),
         ("gloo", clusters.one_host(3), None),
         ("nccl", WITHOUT_GPU, r"none in learner \(.*num_gpus=1.*backend='gloo'"),
-        ("nccl", on_one_gpu(), "worker_0 and worker_1 are on one GPU"),
+        ("nccl", ON_ONE_GPU, "worker_0 and worker_1 are on one GPU"),
         *((wrong, {}, "'gloo' or 'nccl', not") for wrong in ("mpi", "NCCL", "", None, 3)),
     ],
 )

@@ -14,11 +14,6 @@ from tests.unit.clusters import slope
 from tests.unit.group.followers import Group, elsewhere
 
 
-def moved(group: Group) -> Delta:
-    """The last change."""
-    return group.view.since(group.view.version - 1)
-
-
 def test_a_delta_that_comes_twice_or_late_changes_nothing() -> None:
     group, was = Group(1), 1
     member = group.follower()
@@ -52,7 +47,7 @@ def test_a_member_that_was_unreachable_replaces_all_connections() -> None:
     member.check(group.view)
     assert member.reconnected == [f"worker_{rank}" for rank in (1, 2, 3, 5, 6, 7)]
     group.view.mark({3: None})
-    member.follow(moved(group))
+    member.follow(group.view.since(group.view.version - 1))
     assert len(member.reconnected) == 6
 
 

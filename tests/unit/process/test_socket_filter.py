@@ -50,17 +50,12 @@ def test_those_named_get_in_and_send_what_they_like(server: socket.socket) -> No
     assert _gets_in(server)
 
 
-def test_others_do_not_until_they_are_admitted(server: socket.socket) -> None:
-    _admit(server, "10.0.0.1", "2001:db8::/32")
+@pytest.mark.parametrize("named", [(), ("10.0.0.1", "2001:db8::/32")], ids=["nobody is named", "others are named"])
+def test_others_do_not_until_they_are_admitted(server: socket.socket, named: tuple[str, ...]) -> None:
+    _admit(server, *named)
     assert not _gets_in(server, patience_s=0.1)
     _admit(server, "10.0.0.1", *HERE)
     assert _gets_in(server)
-
-
-def test_nobody_is_named() -> None:
-    with _listen(socket.AF_INET) as server:
-        _admit(server)
-        assert not _gets_in(server, patience_s=0.1)
 
 
 @pytest.mark.parametrize("admitted", ["127.0.0.7", "127.0.0.4/30", "0.0.0.0/0"])

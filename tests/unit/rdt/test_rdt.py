@@ -47,10 +47,12 @@ def elsewhere(server: NngServer) -> Source:
 
 
 @pytest.fixture
-def stuck() -> Iterator[threading.Event]:
-    """Set when the test is over."""
+def stuck(server: NngServer) -> Iterator[None]:
+    """The server offers an object that does not arrive while the test lasts, and another that does."""
     over = threading.Event()
-    yield over
+    server.offer("object", lambda: (over.wait(30), value())[1])
+    server.offer("other", value(torch.ones(3)))
+    yield
     over.set()
 
 
@@ -96,13 +98,8 @@ def test_a_source_that_is_gone(server: NngServer, elsewhere: Source) -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_a_pull_that_is_aborted_or_not_awaited(server: NngServer, elsewhere: Source, stuck: threading.Event) -> None:
-    def never() -> Encoded:
-        stuck.wait(30)
-        return value()
-
-    server.offer("object", never)
-    server.offer("other", value(torch.ones(3)))
+@pytest.mark.usefixtures("stuck")
+def test_a_pull_that_is_aborted_or_not_awaited(elsewhere: Source) -> None:
     pull = Pull("object", elsewhere, False)
     with pytest.raises(TimeoutError, match="has not arrived within"):
         pull.wait(0.05)
@@ -113,17 +110,10 @@ def test_a_pull_that_is_aborted_or_not_awaited(server: NngServer, elsewhere: Sou
     assert torch.equal(Pull("other", elsewhere, False).wait(10)[0], torch.ones(3))
 
 
-def test_a_pull_ends_before_ray_gives_it_up(
-    server: NngServer, elsewhere: Source, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("stuck")
+def test_a_pull_ends_before_ray_gives_it_up(elsewhere: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import ray_constants
 
-    def never() -> Encoded:
-        stuck.wait(30)
-        return value()
-
-    server.offer("object", never)
-    server.offer("other", value(torch.ones(3)))
     Pull("other", elsewhere, False).wait(20)  # it is connected now
     monkeypatch.setattr(ray_constants, "RDT_FETCH_FAIL_TIMEOUT_SECONDS", 0.5)
     begun = time.monotonic()

@@ -28,7 +28,6 @@ from tests.unit.clusters import (
     infiniband_hcas,
     member,
     public_nodes,
-    roce_hcas,
     with_nixl,
     with_port,
 )
@@ -81,14 +80,7 @@ def test_several_adapters_of_which_the_first_is_unusable(name: str) -> None:
 
 
 def test_roce_that_needs_another_gid_index() -> None:
-    def hcas(host: int) -> tuple[Hca, ...]:  # the same address, at index 3 on one host and at 5 on the other
-        moved = roce_hcas()
-        for hca in moved:
-            gids = tuple(gid.changed({"index": gid.index + 2 * host}) for gid in hca.ports[0].gids)
-            moved = with_port(moved, hca.name, gids=gids)
-        return moved
-
-    cluster = public_nodes(hcas)
+    cluster = public_nodes(clusters.moved_roce_hcas)
     routes = plan(cluster, GroupConfig())
     assert [routes.agents[name].transports for name in cluster] == [("uv",)] * 2
     assert preferred(routes, "cuda") == "nccl"
