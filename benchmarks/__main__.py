@@ -21,10 +21,10 @@ from raytorchrpc.bench.tables import LEGEND, gaps, tables
 ALL = {
     **dict.fromkeys(("huge_pages", "objectrefs", "observability"), "transfers"),
     **dict.fromkeys(("weights", "sharded_weights"), "weights"),
-    **{name: name for name in ("atari", "protection", "queues", "switch_interval")},
+    **{name: name for name in ("atari", "protection", "queues", "regions", "switch_interval")},
 }
 #: Those that run only when they are named.
-NAMED = {name: name for name in ("scale", "soak")}
+NAMED = {name: name for name in ("call_steps", "scale", "soak", "transferqueue")}
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
 CPUS = {"atari": 72, "scale": os.cpu_count() or 4}
