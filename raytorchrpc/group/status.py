@@ -140,6 +140,11 @@ class ClusterWatch:
 # --- what a member has counted ---------------------------------------------------------------------------------------
 
 
+def _in_ascii(value: str) -> str:
+    """As Ray has the values of labels; one that is not would keep all that a member counts from being exported."""
+    return value.encode("ascii", "backslashreplace").decode()
+
+
 def ray_meters() -> dict[str, Meter]:
     """The meters of ``ray.util.metrics``, by the keys of METRICS."""
     from ray.util.metrics import Counter, Gauge  # here: joining does not need them
@@ -175,7 +180,7 @@ class Exporter:
         meters: Callable[[], Mapping[str, Meter]] = ray_meters,
     ) -> None:
         """``fine``: export all labels and metrics, not the totals alone."""
-        self._who = {"group": group, "member": member}
+        self._who = {"group": _in_ascii(group), "member": member}
         self._read, self._fine, self._make = read, fine, meters
         self._meters: Mapping[str, Meter] = {}
         self._before: Samples = {}
@@ -213,7 +218,7 @@ class Exporter:
             current = samples(self._read(), self._fine)
             gone = {series: 0.0 for series in self._before if METRICS[series[0]].kind == "gauge"}
             for (key, values), now in (gone | current).items():
-                tags = {**self._who, **dict(zip(METRICS[key].labels, values, strict=True))}
+                tags = {**self._who, **dict(zip(METRICS[key].labels, map(_in_ascii, values), strict=True))}
                 if METRICS[key].kind == "gauge":
                     self._meters[key](0 if last else now, tags)
                 elif (grown := now - self._before.get((key, values), 0)) > 0:

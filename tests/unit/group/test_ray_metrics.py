@@ -44,6 +44,7 @@ class Meters(dict[str, Any]):
 
     def check(self, name: str, tags: dict[str, str]) -> None:
         assert set(tags) == {"group", "member", *METRICS[name].labels}, "Ray refuses what has not all its tags"
+        assert "".join(tags.values()).isascii(), "Ray refuses it"
 
     def total(self, name: str, **tags: str) -> float:
         return sum(value for (known, its), value in self.counters.items() if known == name and tags.items() <= its)
@@ -98,6 +99,12 @@ def test_each_difference_is_added_once(source: Source) -> None:
     assert meters.total("call_seconds_sum") == 1.0
     errors = {error: meters.total("failures", error=error) for error in ("PeerLost", "RpcTimeout")}
     assert errors == {"PeerLost": 1, "RpcTimeout": 2} and meters.total("failures") == 3
+
+
+def test_names_that_are_not_ascii_are_exported_too(source: Source) -> None:
+    source.call(0.5, lane="größer")
+    source.exporter().record()
+    assert source.meters.total("calls", lane="gr\\xf6\\xdfer") == 1
 
 
 def test_the_buckets_are_cumulative_and_hold_every_call(source: Source) -> None:
