@@ -17,6 +17,7 @@ import ray
 import ray.util.queue
 
 import raytorchrpc as rtr
+from raytorchrpc._compat.ray_internals import actor_id_of
 from raytorchrpc.integrations.joined import Joined
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import in_thread
@@ -40,14 +41,14 @@ class Full(rtr.Full, ray.util.queue.Full):
 class _Home:
     """The actor that has the queue. Its process forms the group, which ends with it."""
 
-    def __init__(self, maxsize: int, group: str) -> None:
-        config = rtr.GroupConfig.from_env(joinable_by="cluster")
+    def __init__(self, maxsize: int) -> None:
+        config, group = rtr.GroupConfig.from_env(joinable_by="cluster"), f"_queue.{os.urandom(8).hex()}"
         self._group = rtr.init_group([], name=group, config=config, include_driver=True)
         self._queue = rtr.Queue(_NAME, maxsize=maxsize, group=group)
 
-    def queue(self) -> rtr.Queue:
-        """Its handle, once others may join."""
-        return self._queue
+    def queue(self) -> tuple[str, rtr.Queue]:
+        """The group, another one once Ray has restarted the actor, and the handle. Others may join."""
+        return self._group.name, self._queue
 
     def empty(self) -> bool:
         """Whether no item waits."""
@@ -57,14 +58,15 @@ class _Home:
 class _Joined:
     """This process as a member of a queue's group, as long as it has a ``Queue`` of it, or had one of late."""
 
-    of_group: ClassVar[weakref.WeakValueDictionary[str, _Joined]] = weakref.WeakValueDictionary()
+    of_actor: ClassVar[weakref.WeakValueDictionary[str, _Joined]] = weakref.WeakValueDictionary()
     recent: ClassVar[deque[_Joined]] = deque(maxlen=8)  # a queue that comes as an argument of each call joins once
     lock = Lock()
 
-    def __init__(self, group: str, actor: Any) -> None:
+    def __init__(self, actor: Any) -> None:
         """Blocks until others can reach it. Raises BootstrapError; RayActorError, GetTimeoutError."""
-        self.handle: rtr.Queue = ray.get(actor.queue.remote(), timeout=_START_S)
-        self.member = Joined(group, "user")
+        home: tuple[str, rtr.Queue] = ray.get(actor.queue.remote(), timeout=_START_S)
+        self.group, self.handle = home
+        self.member = Joined(self.group, "user")
         self.member.join()
         weakref.finalize(self, start_thread, self.member.leave, name="queue-leave").atexit = False
 
@@ -83,10 +85,10 @@ class Queue:
                 as if the queue were full.
             actor_options: of the actor, such as ``{"num_cpus": 1}``.
         """
-        self.maxsize, self._group = maxsize, f"_queue.{os.urandom(8).hex()}"
         home: Any = ray.remote(_Home).options(**(actor_options or {}))
+        self.maxsize = maxsize
         self._joined: _Joined | None = None
-        self.actor: Any = home.remote(maxsize if maxsize > 0 else _UNBOUNDED, self._group)
+        self.actor: Any = home.remote(maxsize if maxsize > 0 else _UNBOUNDED)
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Put an item; it may be changed afterwards. Raises Full if there is no room within ``timeout`` seconds.
@@ -94,13 +96,13 @@ class Queue:
         ``timeout=None`` waits for a day; ``block=False`` does not wait.
         """
         seconds = _seconds(block, timeout)
-        with _errors():
+        with self._errors():
             self._handle().put(item, seconds)
 
     async def put_async(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         """Like ``put``, for coroutines."""
         seconds = _seconds(block, timeout)
-        with _errors():
+        with self._errors():
             await (await in_thread(self._handle)).aput(item, seconds)
 
     def put_nowait(self, item: Any) -> None:
@@ -114,19 +116,19 @@ class Queue:
         batch = [*items]
         if 0 < self.maxsize < len(batch):
             raise Full(f"{len(batch)} items do not fit in a queue of at most {self.maxsize}")
-        with _errors():
+        with self._errors():
             self._handle().put_many(batch, 0)
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Take the oldest item. Raises Empty if none comes within ``timeout`` seconds; see ``put``."""
         seconds = _seconds(block, timeout)
-        with _errors():
+        with self._errors():
             return self._handle().get(seconds)
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> Any:
         """Like ``get``, for coroutines."""
         seconds = _seconds(block, timeout)
-        with _errors():
+        with self._errors():
             return await (await in_thread(self._handle)).aget(seconds)
 
     def get_nowait(self) -> Any:
@@ -139,12 +141,13 @@ class Queue:
             raise TypeError(f"num_items is a whole number, not {num_items!r}")
         if num_items < 0:
             raise ValueError(f"num_items is at least 0, not {num_items}")
-        with _errors():
+        with self._errors():
             return self._handle().get_nowait_batch(num_items) if num_items else []
 
     def qsize(self) -> int:
         """How many items wait."""
-        return self._handle().qsize()
+        with self._errors():
+            return self._handle().qsize()
 
     size = __len__ = qsize
 
@@ -163,23 +166,39 @@ class Queue:
             force: kill the actor at once.
             grace_period_s: else it is killed after so many seconds.
         """
-        actor, self.actor = self.actor, None
+        actor, self.actor, self._joined = self.actor, None, None
         if actor is not None:
-            if joined := _Joined.of_group.pop(self._group, None):
+            if joined := _Joined.of_actor.pop(actor_id_of(actor), None):
                 joined.member.leave()
             if force or not ray.wait([actor.__ray_terminate__.remote()], timeout=grace_period_s)[0]:
                 ray.kill(actor)
 
     def _handle(self) -> rtr.Queue:
-        if self._joined is None:
+        if (joined := self._joined) is None:
+            if (actor := self.actor) is None:
+                raise rtr.NotFound("this queue was shut down")
             with _Joined.lock:
-                self._joined = _Joined.of_group.get(self._group)
-                if self._joined is None:
-                    if self.actor is None:
-                        raise rtr.NotFound("this queue was shut down")
-                    _Joined.of_group[self._group] = self._joined = _Joined(self._group, self.actor)
-                    _Joined.recent.append(self._joined)
-        return self._joined.handle
+                if (joined := _Joined.of_actor.get(actor_id_of(actor))) is None:
+                    _Joined.of_actor[actor_id_of(actor)] = joined = _Joined(actor)
+                    _Joined.recent.append(joined)
+            self._joined = joined
+        return joined.handle
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Make them Ray's, too. After a loss the next operation joins again, as Ray may restart the actor."""
+        try:
+            yield
+        except rtr.Empty as empty:
+            raise Empty(str(empty)) from None
+        except rtr.Full as full:
+            raise Full(str(full), full.accepted) from None
+        except (rtr.PeerLost, rtr.NotAMember):
+            if (actor := self.actor) is not None and self._joined is not None:
+                self._joined = None
+                if joined := _Joined.of_actor.pop(actor_id_of(actor), None):
+                    start_thread(joined.member.leave, name="queue-leave")
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_joined": None}
@@ -189,14 +208,3 @@ def _seconds(block: bool, timeout: float | None) -> float:
     if timeout is not None and timeout < 0:
         raise ValueError(f"timeout is a number of seconds from 0 on, not {timeout!r}")
     return 0.0 if not block else _DAY if timeout is None else timeout
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Make them Ray's, too."""
-    try:
-        yield
-    except rtr.Empty as empty:
-        raise Empty(str(empty)) from None
-    except rtr.Full as full:
-        raise Full(str(full), full.accepted) from None

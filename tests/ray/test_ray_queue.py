@@ -162,8 +162,35 @@ def test_who_waits_hears_of_the_end(cluster: None, force: bool) -> None:
         ray.get(waiting, timeout=30)
     with pytest.raises(RayActorError):
         ray.get(actor.empty.remote(), timeout=30)
-    with pytest.raises((rtr.RayTorchRpcError, RayActorError, ValueError)):
+    with pytest.raises(rtr.NotFound, match="shut down"):
         ending.put(1)
+
+
+def test_the_queue_of_an_actor_that_exists_is_the_one_that_others_have(cluster: None) -> None:
+    named = {"name": "one queue", "num_cpus": 0}
+    first = Queue(actor_options=named)
+    first.put(1)
+    try:
+        assert Queue(actor_options={**named, "get_if_exists": True}).get(timeout=30) == 1
+    finally:
+        first.shutdown()
+
+
+def test_a_queue_whose_actor_restarts_is_empty_and_goes_on(cluster: None) -> None:
+    restarts = Queue(actor_options={"max_restarts": 1, "num_cpus": 0})
+    restarts.put(1)
+    ray.kill(restarts.actor, no_restart=False)
+
+    def put() -> bool:
+        try:
+            restarts.put(2, timeout=10)
+        except (rtr.PeerLost, RayActorError):
+            return False
+        return True
+
+    assert wait_until(lambda: not put(), 30) and wait_until(put, 60)
+    assert ray.get(AsyncConsumer.remote().take.remote(restarts, 1), timeout=60) == [2]
+    restarts.shutdown()
 
 
 def test_a_queue_outlives_the_handle_of_its_maker_and_ends_with_the_last_one(cluster: None) -> None:
@@ -186,7 +213,7 @@ def test_a_process_leaves_the_groups_of_queues_that_it_does_not_have_any_more(cl
     twin = pickle.loads(ray.cloudpickle.dumps(made))
     made.put(1)
     assert twin.get() == 1
-    name = made._group
+    name = made._joined.group
     del made, twin
     assert name in known_groups()
     later = [Queue(actor_options={"num_cpus": 0}) for _ in range(8)]
