@@ -21,7 +21,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.bench import runs
 from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, measure
 from raytorchrpc.bench.contestants import Contestant
-from raytorchrpc.bench.options import Options
+from raytorchrpc.bench.options import Options, make_jobs
 from raytorchrpc.bench.patterns import Pattern
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def engine(
     """Figures by the engine of ``raytorchrpc bench``."""
     if not environment:
         contestants = [replace(one, bare_ends=range(99)) for one in contestants]
-    options = Options(tuple(contestants), (device,), tuple(patterns), tuple(sizes), 1800.0, None, rounds, window_s)
+    options = Options(contestants, make_jobs([device], patterns, sizes, window_s), 1800.0, rounds=rounds)
     return list(runs.run(options, "").figures)
 
 

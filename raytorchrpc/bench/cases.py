@@ -12,6 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 Device = Literal["cpu", "cuda"]
+#: As tables name them.
+DEVICES: Mapping[Device, str] = {"cpu": "CPU", "cuda": "CUDA"}
 Size = int | str
 """Bytes of the tensor (0: a call without arguments), or another name of a column."""
 OUT_OF_TIME = "the time budget is used up"

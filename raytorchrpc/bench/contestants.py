@@ -10,7 +10,7 @@ from typing import Any
 
 from raytorchrpc.bench import site
 from raytorchrpc.bench.cases import Device, show_size
-from raytorchrpc.bench.patterns import Pattern
+from raytorchrpc.bench.patterns import Turn
 from raytorchrpc.bench.site import Site
 from raytorchrpc.errors import ConfigurationError
 
@@ -55,25 +55,22 @@ class Contestant:
     published: tuple[str, str] | None = None
     """(scope, transport) of the published figures."""
 
-    def obstacle(self, device: Device, where: Site) -> str | None:
-        """Why it cannot run there with tensors on that device; None if no reason is known."""
+    def obstacle(self, turn: Turn, where: Site) -> str | None:
+        """Why it cannot take that turn there; None if no reason is known."""
+        pattern, device, size, _ = turn
         if device == "cuda" and not where.has_gpus:
             return "Ray has no GPU" if where.same_host else "Ray has no GPU on one of the nodes"
-        return next(filter(None, (need(where) for need in self.needs)), None)
-
-    def call_obstacle(self, pattern: Pattern, device: Device, size: int) -> str | None:
-        """Why it has no such calls with so many bytes; None if it does."""
+        if reason := next(filter(None, (need(where) for need in self.needs)), None):
+            return reason
         if pattern.unit == "calls/s" and size > MOST_AT_RATE:
             return f"calls/s are measured up to {show_size(MOST_AT_RATE)}"
         is_plain = pattern.members == 2 and not (pattern.in_flight or pattern.busy)
         if self.link == "nccl" and not (device == "cuda" and size and is_plain and not pattern.interval_s):
             return "measured only for CUDA tensors in a tight loop"
-        return "a socket has no calls beside each other" if self.link == "socket" and not is_plain else None
-
-    def size_obstacle(self, device: Device, size: int, where: Site) -> str | None:
-        """Why this size cannot be measured; None if it can, or if CUDA itself says that a GPU has too little memory."""
+        if self.link == "socket" and not is_plain:
+            return "a socket has no calls beside each other"
         if device == "cuda" and not self.in_store:
-            return None
+            return None  # CUDA itself says if a GPU has too little memory
         free = min(where.a.free_bytes, where.b.free_bytes) * USABLE
         if COPIES * size > free:
             return f"may need {show_size(COPIES * size)} of memory, {show_size(free)} is usable"

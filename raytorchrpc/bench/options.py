@@ -5,13 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import NamedTuple
 
-from raytorchrpc.bench.cases import Device, Size, show_size
+from raytorchrpc.bench.cases import DEVICES, Device, Size, show_size
 from raytorchrpc.bench.contestants import CALLS, LINKS, PEERS, QUICK, Contestant, choose, matching
-from raytorchrpc.bench.patterns import BESIDE_PEERS, Pattern, known_patterns
+from raytorchrpc.bench.patterns import BESIDE_PEERS, Pattern, Turn, known_patterns
 from raytorchrpc.bench.results import published_sizes
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import size_in_bytes
@@ -30,48 +29,42 @@ class Job(NamedTuple):
 
     device: Device
     name: str
-    columns: dict[Size, tuple[Pattern, int]]
-    """For each of its sizes, what members do, and the bytes of a payload; all need the same actors."""
+    turns: dict[Size, Turn]
+    """For each of its sizes; all need the same actors."""
 
     @property
     def unit(self) -> str:
-        units = {pattern.unit for pattern, _ in self.columns.values()}
+        units = {turn.pattern.unit for turn in self.turns.values()}
         return units.pop() if len(units) == 1 else ""
 
     def actors(self, one: Contestant) -> tuple[str, Device, int, int]:
         """The actors that it needs: whose, for which tensors, how many, and the methods that each may run at once."""
-        pattern, _ = next(iter(self.columns.values()))
+        pattern = next(iter(self.turns.values())).pattern
         if one.alone:
             return one.name, self.device, 1, 1
         is_beside = pattern.busy is not None or pattern.is_together  # methods run while others of the actor run
         return one.name, self.device, pattern.members, RAY_THREADS if one.link == "ray" and is_beside else 1
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of a run, before the limits of the machine apply."""
+def make_jobs(
+    devices: Sequence[Device], patterns: Sequence[Pattern], sizes: Sequence[int], window_s: float
+) -> list[Job]:
+    """A case for each device and pattern, with turns of ``window_s`` seconds."""
+    return [
+        Job(device, one.name, {size: Turn(one, device, size, window_s) for size in ((0,) if one.is_idle else sizes)})
+        for device in devices
+        for one in patterns
+    ]
 
-    contestants: tuple[Contestant, ...]
-    devices: tuple[Device, ...]
-    patterns: tuple[Pattern, ...]
-    sizes: tuple[int, ...]
-    """Bytes, ascending."""
+
+class Options(NamedTuple):
+    """What a run measures, before the limits of the machine apply."""
+
+    contestants: Sequence[Contestant]
+    jobs: Sequence[Job]
     budget_s: float
-    hosts: tuple[str, str] | None = None
+    hosts: Sequence[str] = ()
     rounds: int = 5
-    window_s: float = 0.3
-    """Seconds of one turn, after a lead-in."""
-
-    def jobs(self) -> list[Job]:
-        """The cases of the run."""
-        if self.patterns[0].size is not None:
-            columns: dict[Size, tuple[Pattern, int]] = {one.name: (one, one.size or 0) for one in self.patterns}
-            return [Job(device, "calls beside peers", columns) for device in self.devices]
-        return [
-            Job(device, one.name, {size: (one, size) for size in ((0,) if one.is_idle else self.sizes)})
-            for device in self.devices
-            for one in self.patterns
-        ]
 
 
 def make_options(
@@ -88,44 +81,33 @@ def make_options(
     """Parse the user's options; items of lists may hold commas. Raises ConfigurationError with one line."""
     if device not in ("cpu", "cuda", "all"):
         raise ConfigurationError(f"device {device!r} is not one of cpu, cuda, all")
-    if pattern and hosts:
-        raise ConfigurationError("--pattern measures within one host; leave out --hosts")
-    if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
+    if hosts and hosts[0] == hosts[1]:
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
     if peers and (pattern or rows or sizes or hosts or device == "cuda"):
         raise ConfigurationError("--peers measures rows of its own, with CPU tensors on one host; leave out the rest")
-    devices: tuple[Device, ...] = ("cpu", "cuda")
-    devices = tuple(each for each in devices if device in (each, "all") and not (peers and each == "cuda"))
-    chosen: Sequence[Pattern]
-    usual: tuple[int, ...]
+    devices: list[Device] = [each for each in DEVICES if device in (each, "all")]
+    window_s = 0.1 if quick else 0.3 if pattern or peers else 0.05
+    given = sorted({0 if pattern and text in ("0", "nothing") else parse_size(text) for text in _split(sizes)})
     if peers:
         contestants = choose(["raytorchrpc", "ray", *_split(peers)], PEERS)
-        chosen, usual = BESIDE_PEERS, _QUICK_PAYLOADS
         check_monarch()
+        turns: dict[Size, Turn] = {name: Turn(*one, window_s) for name, one in BESIDE_PEERS.items()}
+        jobs = [Job("cpu", "calls beside peers", turns)]
     elif pattern:
         contestants = choose(_split(rows) or "*", CALLS)
         variants, wanted = known_patterns(quick), ["*" if name == "all" else name for name in _split(pattern)]
         chosen = [one for name in matching("pattern", wanted, [*variants]) for one in variants[name]]
-        usual = _QUICK_PAYLOADS if quick else _PAYLOADS
+        jobs = make_jobs(devices, chosen, given or (_QUICK_PAYLOADS if quick else _PAYLOADS), window_s)
     else:
         contestants = choose(_split(rows) or (QUICK if quick else "*"), LINKS)
-        chosen = [Pattern("tensors")]
         usual = _QUICK_SIZES if quick else published_sizes()
-    if not any(set(one.devices) & set(devices) for one in contestants):
-        raise ConfigurationError(
-            f"none of the rows {', '.join(one.name for one in contestants)} carries {device} tensors"
-        )
-    given = {0 if pattern and text in ("0", "nothing") else parse_size(text) for text in _split(sizes)}
-    return Options(
-        contestants,
-        devices,
-        tuple(chosen),
-        tuple(sorted(given)) or usual,
-        budget_s=(PATTERN_BUDGETS_S if pattern or peers else BUDGETS_S)[quick] if budget_s is None else budget_s,
-        hosts=(hosts[0], hosts[1]) if hosts else None,
-        rounds=3 if quick else 5,
-        window_s=0.1 if quick else 0.3 if pattern or peers else 0.05,
-    )
+        jobs = make_jobs(devices, [Pattern("tensors")], given or usual, window_s)
+    if not any(job.device in one.devices for job in jobs for one in contestants):
+        names = ", ".join(one.name for one in contestants)
+        raise ConfigurationError(f"none of the rows {names} carries {device} tensors")
+    if budget_s is None:
+        budget_s = (PATTERN_BUDGETS_S if pattern or peers else BUDGETS_S)[quick]
+    return Options(contestants, jobs, budget_s, hosts, rounds=3 if quick else 5)
 
 
 def check_monarch() -> None:

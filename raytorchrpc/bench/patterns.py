@@ -16,8 +16,6 @@ class Pattern:
 
     name: str = "quiet"
     unit: str = "ms"
-    size: int | None = None
-    """Bytes of the payload, where one table shows patterns of different sizes."""
     members: int = 2
     """The last member is the callee, except in all-to-all."""
     interval_s: float = 0.0
@@ -34,15 +32,15 @@ class Pattern:
     """Every member calls every other."""
 
 
-#: The rows of ``--peers``.
-BESIDE_PEERS = (
-    Pattern("empty call, ms", size=0),
-    Pattern("empty call every 2 ms, ms", size=0, interval_s=0.002),
-    Pattern("1.25 KB, ms", size=1_250),
-    Pattern("10 MB, ms", size=10_000_000),
-    Pattern("40 MB, ms", size=40_000_000),
-    Pattern("64 empty calls in flight, calls/s", "calls/s", size=0, in_flight=64),
-)
+#: The rows of ``--peers``, and the start of the turn of each.
+BESIDE_PEERS: dict[str, tuple[Pattern, Device, int]] = {
+    "empty call, ms": (Pattern(), "cpu", 0),
+    "empty call every 2 ms, ms": (Pattern(interval_s=0.002), "cpu", 0),
+    "1.25 KB, ms": (Pattern(), "cpu", 1_250),
+    "10 MB, ms": (Pattern(), "cpu", 10_000_000),
+    "40 MB, ms": (Pattern(), "cpu", 40_000_000),
+    "64 empty calls in flight, calls/s": (Pattern(unit="calls/s", in_flight=64), "cpu", 0),
+}
 
 
 def known_patterns(quick: bool) -> dict[str, list[Pattern]]:

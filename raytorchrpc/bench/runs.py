@@ -11,7 +11,6 @@ from typing import Any
 from raytorchrpc.bench.cases import Case, Failed, Figure, Size, Skipped, measure
 from raytorchrpc.bench.contestants import Contestant
 from raytorchrpc.bench.options import Job, Options
-from raytorchrpc.bench.patterns import Turn
 from raytorchrpc.bench.results import Result, tree
 from raytorchrpc.bench.site import examine
 from raytorchrpc.bench.teams import Team
@@ -74,13 +73,13 @@ class _Runner:
     def run(self) -> None:
         budget_s, rounds = self.options.budget_s, self.options.rounds
         # What has only reasons comes last, and takes no time.
-        jobs = sorted(self.options.jobs(), key=lambda job: not self._able(job))
+        jobs = sorted(self.options.jobs, key=lambda job: not self._able(job))
         for number, job in enumerate(jobs):
             self._prepare(job)
             case = Case(
                 name=job.name,
                 contestants=[name for name, one in self.contestants.items() if job.device in one.devices],
-                sizes=[*job.columns],
+                sizes=[*job.turns],
                 body=partial(self._turn, job),
                 unit=job.unit,
                 device=job.device,
@@ -93,16 +92,12 @@ class _Runner:
             budget_s -= time.monotonic() - began
 
     def _report(self, job: Job, size: Size) -> None:
-        self.report(f"{job.device}, {job.name}: size {[*job.columns].index(size) + 1} of {len(job.columns)}")
+        self.report(f"{job.device}, {job.name}: size {[*job.turns].index(size) + 1} of {len(job.turns)}")
 
     def _able(self, job: Job) -> list[Contestant]:
-        return [
-            one
-            for one in self.contestants.values()
-            if job.device in one.devices
-            and one.obstacle(job.device, self.site) is None
-            and not all(one.call_obstacle(pattern, job.device, size) for pattern, size in job.columns.values())
-        ]
+        """The contestants that have a figure, as far as is known."""
+        some = [one for one in self.contestants.values() if job.device in one.devices]
+        return [one for one in some if not all(one.obstacle(turn, self.site) for turn in job.turns.values())]
 
     def _prepare(self, job: Job) -> None:
         """Start the actors that this case needs and do not run yet, and end the others."""
@@ -117,22 +112,20 @@ class _Runner:
             team.open(max(1.0, limit - time.monotonic()))
 
     def _turn(self, job: Job, name: str, size: Size) -> float:
-        one, (pattern, count) = self.contestants[name], job.columns[size]
-        if (reason := one.obstacle(job.device, self.site)) is not None:
-            raise Failed(reason)
-        if (reason := one.call_obstacle(pattern, job.device, count)) is not None:
+        one, turn = self.contestants[name], job.turns[size]
+        if (reason := one.obstacle(turn, self.site)) is not None:
             raise Skipped(reason)
         team = self.teams[job.actors(one)]
-        if (reason := team.failed or one.size_obstacle(job.device, count, self.site)) is not None:
-            raise Failed(reason)
+        if team.failed:
+            raise Failed(team.failed)
         try:
-            figure, self.via[name] = team.turn(Turn(pattern, job.device, count, self.options.window_s))
+            figure, self.via[name] = team.turn(turn)
         except Skipped:
             raise
         except Failed:
             self.teams.pop(job.actors(one)).end()  # one of the actors may be busy, or dead
             raise
         finally:
-            if count >= _LARGE:
+            if turn.size >= _LARGE:
                 team.drop()
         return figure

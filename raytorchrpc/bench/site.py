@@ -77,13 +77,13 @@ class Site:
         return tuple(facts)
 
 
-def examine(hosts: tuple[str, str] | None) -> Site:
+def examine(hosts: Sequence[str]) -> Site:
     """Describe both ends: this host twice, unless nodes are named. Blocks until they answer.
 
     Raises ConfigurationError for a host that Ray does not have, BootstrapError if one does not answer.
     """
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    if hosts is None:
+    if not hosts:
         here = describe_host(find_node(ray.get_runtime_context().get_node_id(), alive))
         return Site(here, here)
     asked = []

@@ -6,10 +6,9 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from raytorchrpc.bench.cases import Device, Figure
+from raytorchrpc.bench.cases import DEVICES, Device, Figure
 from raytorchrpc.bench.results import Result, published
 
-DEVICES: Mapping[Device, str] = {"cpu": "CPU", "cuda": "CUDA"}
 LEGEND = (
     "x: a figure divided by the first contestant's. ~: the turns of a figure differ by more than half of it.\n"
     "Compare figures of one run only: times on a shared machine vary."

@@ -14,7 +14,7 @@ from raytorchrpc.bench import tables
 from raytorchrpc.bench.cases import Device, Figure, show_size
 from raytorchrpc.bench.contestants import CALLS, LINKS, choose
 from raytorchrpc.bench.options import make_options, parse_size
-from raytorchrpc.bench.patterns import Pattern, known_patterns
+from raytorchrpc.bench.patterns import Pattern, Turn, known_patterns
 from raytorchrpc.bench.results import Result, published, read_result
 from raytorchrpc.bench.site import Host, Site, find_node, free_memory
 from raytorchrpc.errors import ConfigurationError
@@ -45,9 +45,9 @@ def test_sizes_are_read_and_what_is_none_is_refused_by_its_text(text: str, size:
 
 def test_a_run_covers_everything_unless_told_otherwise() -> None:
     usual = make_options()
-    assert (usual.contestants, usual.devices) == (LINKS, ("cpu", "cuda"))
-    assert list(usual.sizes) == sorted({size for curve in published()[1].values() for size in curve})
-    assert [parse_size(show_size(size)) for size in usual.sizes] == list(usual.sizes)
+    assert usual.contestants == LINKS and {job.device for job in usual.jobs} == {"cpu", "cuda"}
+    sizes = sorted({size for curve in published()[1].values() for size in curve})
+    assert [*usual.jobs[0].turns] == [parse_size(show_size(size)) for size in sizes] == sizes
     some = make_options(rows=["nccl-*,raytorchrpc", "memcpy"], sizes=["1MB,1KB", "1000"], device="cpu")
     assert [one.name for one in some.contestants] == [
         "raytorchrpc",
@@ -57,7 +57,7 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
         "nccl-GDR",
         "memcpy",
     ]
-    assert (some.sizes, some.devices) == ((1000, 10**6), ("cpu",))
+    assert [(job.device, *job.turns) for job in some.jobs] == [("cpu", 1000, 10**6)]
 
 
 def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
@@ -65,13 +65,13 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
         pattern=["paced,all-*"], rows=["raytorchrpc,ray*"], sizes=["10MB,nothing", "1.25KB"], device="cpu"
     )
     assert [one.name for one in some.contestants] == ["raytorchrpc", "ray"]
-    assert {one.name.partition(",")[0] for one in some.patterns} == {"paced", "all-to-all"}
-    assert some.sizes == (0, 1250, 10_000_000)
+    assert {job.name.partition(",")[0] for job in some.jobs} == {"paced", "all-to-all"}
+    assert {tuple(job.turns) for job in some.jobs} == {(0, 1250, 10_000_000)}
     everything, quick = make_options(pattern=["all"]), make_options(pattern=["all"], quick=True)
     assert (everything.contestants, everything.rounds, quick.rounds) == (CALLS, 5, 3)
-    assert list(dict.fromkeys(one.name.partition(",")[0] for one in everything.patterns)) == list(known_patterns(False))
-    assert quick.budget_s < 90 and len(quick.patterns) < len(everything.patterns)
-    assert len({one.name for one in everything.patterns}) == len(everything.patterns)
+    assert list(dict.fromkeys(job.name.partition(",")[0] for job in everything.jobs)) == list(known_patterns(False))
+    assert quick.budget_s < 90 and len(quick.jobs) < len(everything.jobs)
+    assert len({(job.device, job.name) for job in everything.jobs}) == len(everything.jobs)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,6 @@ def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
         (["--address", "nonsense"], "no Ray cluster at nonsense: "),
         (["--pattern", "waltz"], "no pattern 'waltz'; patterns: quiet, paced, "),
         (["--pattern", "quiet", "--rows", "memcpy"], "no row 'memcpy'; rows: raytorchrpc, bare-torchrpc, "),
-        (["--pattern", "quiet", "--hosts", "a", "b"], "--pattern measures within one host"),
         (["--pattern", "quiet", "--against", "published"], "--against has figures of sizes, not of patterns"),
         (["--peers", "monarch", "--sizes", "1KB"], "--peers measures rows of its own"),
         (["--peers", "gloo"], "no row 'gloo'; rows: raytorchrpc, ray, monarch"),
@@ -157,6 +156,10 @@ def place(host: str = "one", **more: Any) -> Host:
     return Host(endpoint=endpoint, node=host, **{**usual, **more})
 
 
+def turn(device: Device, size: int = 1250) -> Turn:
+    return Turn(Pattern(), device, size, 0.1)
+
+
 def site(a: Host, b: Host | None = None) -> Site:
     """A machine, or two."""
     return Site(a, b or a)
@@ -198,7 +201,7 @@ def newest_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) -> None:
-    assert {one.name for one in LINKS if device in one.devices and one.obstacle(device, where) is None} == rows
+    assert {one.name for one in LINKS if device in one.devices and one.obstacle(turn(device), where) is None} == rows
 
 
 @pytest.mark.usefixtures("newest_ray")
@@ -217,7 +220,7 @@ def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) ->
     ],
 )
 def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, says: str) -> None:
-    assert says in (BY_NAME[row].obstacle(device, where) or "")
+    assert says in (BY_NAME[row].obstacle(turn(device), where) or "")
 
 
 @pytest.mark.parametrize(
@@ -232,15 +235,15 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
     ],
 )
 def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device: Device, size: int, says: Any) -> None:
-    reason = choose([name], CALLS)[0].call_obstacle(pattern, device, size)
+    reason = choose([name], CALLS)[0].obstacle(Turn(pattern, device, size, 0.1), site(place(gpus=2)))
     assert reason is None if says is None else says in (reason or "")
 
 
 def test_sizes_beyond_the_memory_are_not_tried() -> None:
     here = site(place(free_bytes=10 * GB, store_bytes=GB))
-    assert BY_NAME["raytorchrpc"].size_obstacle("cpu", 10**6, here) is None
-    assert "of memory, 8 GB is usable" in (BY_NAME["raytorchrpc"].size_obstacle("cpu", 5 * GB, here) or "")
-    assert "object store of 1 GB" in (BY_NAME["ray"].size_obstacle("cpu", 6 * 10**8, here) or "")
+    assert BY_NAME["raytorchrpc"].obstacle(turn("cpu", 10**6), here) is None
+    assert "of memory, 8 GB is usable" in (BY_NAME["raytorchrpc"].obstacle(turn("cpu", 5 * GB), here) or "")
+    assert "object store of 1 GB" in (BY_NAME["ray"].obstacle(turn("cpu", 6 * 10**8), here) or "")
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
