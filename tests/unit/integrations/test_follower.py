@@ -77,8 +77,12 @@ def home(members: Members) -> Home:
     return Home(members)
 
 
-def test_a_version_of_the_next_life_is_another_one(members: Members, home: Home) -> None:
-    model = Model(members)
+@pytest.fixture
+def model(members: Members) -> Model:
+    return Model(members)
+
+
+def test_a_version_of_the_next_life_is_another_one(model: Model, home: Home) -> None:
     home.publish(1)
     assert model.update(1) == 1 and model.values() == [1, 1]
     home.restart(2)
@@ -90,8 +94,7 @@ def test_a_version_of_the_next_life_is_another_one(members: Members, home: Home)
     assert not model.follower.is_torn and model.ensure() == [3, 3]
 
 
-def test_an_update_that_fails_midway_is_repeated_with_the_newest(members: Members, home: Home) -> None:
-    model = Model(members)
+def test_an_update_that_fails_midway_is_repeated_with_the_newest(model: Model, home: Home) -> None:
     home.publish(1)
     home.publish(2)
 
@@ -104,15 +107,13 @@ def test_an_update_that_fails_midway_is_repeated_with_the_newest(members: Member
     assert model.update(2) == 1 and model.values() == [3, 3]
 
 
-def test_a_version_that_is_not_kept_any_more_is_not_asked_for_again(members: Members, home: Home) -> None:
-    model = Model(members)
+def test_a_version_that_is_not_kept_any_more_is_not_asked_for_again(model: Model, home: Home) -> None:
     home.publish(1, keep=1)
     model.between = lambda: [home.publish(value, keep=1) for value in (2, 3)]  # type: ignore[assignment, return-value]
     assert model.update(1) == 3 and model.values() == [3, 3]
 
 
-def test_a_model_that_is_torn_is_not_used(members: Members, home: Home) -> None:
-    model = Model(members)
+def test_a_model_that_is_torn_is_not_used(model: Model, home: Home) -> None:
     home.publish(1)
 
     def fail() -> None:
@@ -129,8 +130,7 @@ def test_a_model_that_is_torn_is_not_used(members: Members, home: Home) -> None:
     assert model.ensure() == [2, 2] and model.brought == [2]
 
 
-def test_a_model_is_brought_the_newest_before_it_is_used_first(members: Members, home: Home) -> None:
-    model = Model(members)
+def test_a_model_is_brought_the_newest_before_it_is_used_first(members: Members, model: Model, home: Home) -> None:
     home.publish(1)
     assert model.ensure() == [1, 1] and model.brought == [1]
     home.publish(2)
@@ -143,8 +143,7 @@ def test_a_model_is_brought_the_newest_before_it_is_used_first(members: Members,
     assert loaded.brought == []
 
 
-def test_a_model_is_not_used_with_a_part_of_a_loan_that_has_ended(members: Members, home: Home) -> None:
-    model = Model(members)
+def test_a_model_is_not_used_with_a_part_of_a_loan_that_has_ended(members: Members, model: Model, home: Home) -> None:
     home.publish(1)
 
     def take_back() -> None:

@@ -47,7 +47,7 @@ def test_the_plugin_costs_next_to_nothing_where_nobody_uses_it_and_registers_wha
     assert ran.returncode == 0, ran.stderr
     seconds, imported, registered, resolved = json.loads(ran.stdout)
     assert [name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names] == ["raytorchrpc_vllm"]
-    assert seconds < 0.02
+    assert seconds < 0.1, "of this thread's: torch alone would take more than one"
     assert [name for name, *_ in registered] == ["raytorchrpc", "raytorchrpc"]
     for _, module, name in registered:
         assert f"\nclass {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()

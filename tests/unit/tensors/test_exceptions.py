@@ -71,22 +71,29 @@ def arrival(error: BaseException, codec: Codec | None = None) -> BaseException:
     return decode_exception(codec, Encoded(*copy.deepcopy(tuple(encoded))), "learner.update")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("plain"),
-        KeyError("key"),
+def odd_errors() -> list[Exception]:
+    """Those with a state besides their arguments, or a constructor of their own."""
+    return [
         Odd(1, 2, tag="t"),
-        OneArgument("x"),
         OddFile("/gone"),
         Frozen(3),
         OwnPickling(4),
         HoldsALock(),
-        ValueError(threading.Lock()),
-        PeerLost("b", "cut", may_have_run=False),
         StopIteration(5),
-        FileNotFoundError(2, "No such file or directory", "/gone"),
         UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        PeerLost("b", "cut", may_have_run=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *odd_errors(),
+        ValueError("plain"),
+        KeyError("key"),
+        OneArgument("x"),
+        ValueError(threading.Lock()),
+        FileNotFoundError(2, "No such file or directory", "/gone"),
         ModuleNotFoundError("No module named 'x'", name="x"),
         subprocess.CalledProcessError(3, ["false"], b"out"),
         ValueError("bad", torch.arange(1)),
@@ -305,20 +312,7 @@ def test_what_cannot_travel_in_an_exception_is_lost_alone() -> None:
     assert not hasattr(arrived.inner, "outer")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Odd(1, 2, tag="t"),
-        OddFile("/gone"),
-        Frozen(3),
-        OwnPickling(4),
-        HoldsALock(),
-        StopIteration(5),
-        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
-        PeerLost("b", "cut", may_have_run=False),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", odd_errors(), ids=lambda error: type(error).__name__)
 def test_a_kept_error_is_raised_as_a_copy_that_leads_nowhere(error: Exception) -> None:
     object.__setattr__(error, "__cause__", RemoteError("text"))
     for _ in range(2):
