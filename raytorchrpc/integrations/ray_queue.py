@@ -131,6 +131,8 @@ class Queue:
         with self._errors():
             return await (await in_thread(self._handle)).aget(seconds)
 
+    aput, aget = put_async, get_async  # the names that errors of calls on an event loop advise
+
     def get_nowait(self) -> Any:
         """``get(block=False)``."""
         return self.get(block=False)

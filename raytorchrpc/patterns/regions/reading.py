@@ -30,6 +30,7 @@ from raytorchrpc.patterns.regions.region import (
     Lease,
     Rows,
     TensorEntry,
+    as_named,
     checked_rows,
     checked_tensors,
 )
@@ -162,16 +163,16 @@ def _begin(
     timeout: float | None = None,
     group: str | None = None,
 ) -> _Reading:
+    if lease is not None and not isinstance(lease, Lease):
+        raise ConfigurationError(f"lease= is what the owner's Region.lease returned, not {lease!r}")
     group = lease._generation if lease is not None and group is None else group
     local, seconds = run(begin(timeout, member if current.members else None, group))
     _hurry(local)
     owner, label = local.peers.route(member).member, f"region {name!r}"
-    targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
-    if any(not isinstance(tensor, torch.Tensor) for tensor in targets.values()):
-        raise ConfigurationError("into= has tensors, in a mapping or a sequence")
+    targets = as_named(into, "into=")
     if rows is None and lease is not None:
         rows = lease.rows
-    wanted = None if rows is None else checked_rows(rows, 1 << 62, label)
+    wanted = None if rows is None else checked_rows(rows, None, label)
     if lease is not None and (lease.region, lease.member) != (name, owner.name):
         raise ConfigurationError(f"the lease is on region {lease.region!r} of {lease.member!r}, not on this one")
     if lease is not None and wanted is not None and not numpy.isin(wanted, lease.rows).all():

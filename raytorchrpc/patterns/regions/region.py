@@ -100,7 +100,7 @@ class Region:
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a region needs a name, not {given!r}")
-        named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
+        named = as_named(tensors, f"region {name!r}")
         made = ExposedRegion(local, name, named, checked_tensors(named, dim, f"region {name!r}"), dim)
         if local.services.open(KIND, name, lambda: made) is not made:
             raise ConfigurationError(f"this process has a region {name!r} already: close() that first")
@@ -368,10 +368,22 @@ SERVICES = object_services(
 # --- checks, in owners and readers -------------------------------------------------------------------------------
 
 
+def as_named(tensors: Any, label: str) -> dict[Any, torch.Tensor]:
+    """Tensors by name, or by their positions in a sequence. Raises ConfigurationError."""
+    if not isinstance(tensors, (Mapping, Sequence)):
+        raise ConfigurationError(f"{label} takes tensors in a mapping or a sequence, not {type(tensors).__name__}")
+    named = dict(tensors) if isinstance(tensors, Mapping) else dict(enumerate(tensors))
+    if strange := [name for name, tensor in named.items() if not isinstance(tensor, torch.Tensor)]:
+        raise ConfigurationError(f"{strange[0]!r} of {label} is no tensor, but {type(named[strange[0]]).__name__}")
+    return named
+
+
 def checked_tensors(tensors: Mapping[Any, torch.Tensor], dim: int, label: str) -> int:
     """How many rows these tensors have. Raises ConfigurationError."""
     if not tensors:
         raise ConfigurationError(f"{label} has no tensors")
+    if not isinstance(dim, int):
+        raise ConfigurationError(f"dim= of {label} is a whole number, not {dim!r}")
     extents = {}
     for name, tensor in tensors.items():
         if (obstacle := obstacle_of(tensor)) is not None:
@@ -384,17 +396,18 @@ def checked_tensors(tensors: Mapping[Any, torch.Tensor], dim: int, label: str) -
     return int(next(iter(extents.values())))
 
 
-def checked_rows(rows: Any, most: int, label: str) -> numpy.ndarray:
-    """Rows as an array (int64); None: all. Raises ConfigurationError."""
-    if rows is None:
+def checked_rows(rows: Any, most: int | None, label: str) -> numpy.ndarray:
+    """Rows as an array (int64); None: all of ``most``, which is None if it is not known. Raises ConfigurationError."""
+    if rows is None and most is not None:
         return numpy.arange(most)
     array = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else numpy.asarray(rows)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigurationError(f"rows of {label} are integers in one dimension, not {array.dtype} {array.shape}")
     array = numpy.ascontiguousarray(array, numpy.int64)
-    if array.size and not 0 <= array.min() <= array.max() < most:
-        wrong = array[(array < 0) | (array >= most)]
-        raise ConfigurationError(f"{label} has rows 0 to {most - 1}, and not {', '.join(map(str, wrong[:8].tolist()))}")
+    wrong = array[(array < 0) | (array >= (array.max(initial=0) + 1 if most is None else most))]
+    if wrong.size:
+        end = "on" if most is None else f"to {most - 1}"
+        raise ConfigurationError(f"{label} has rows from 0 {end}, and not {', '.join(map(str, wrong[:8].tolist()))}")
     if len(numpy.unique(array)) != len(array):
         raise ConfigurationError(f"rows of {label} occur more than once")
     return array

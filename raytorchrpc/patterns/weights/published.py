@@ -201,7 +201,7 @@ class Versions(Generic[V]):
     def _find(self, version: int | None) -> V:
         """A version (None: the newest). The caller holds the lock. Raises NotFound."""
         if not self._versions:
-            raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: none is published yet")
+            raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: the store has none now")
         chosen = self._newest() if version is None else version
         if chosen not in self._versions:
             kept = ", ".join(map(str, self._versions))

@@ -296,7 +296,7 @@ class WeightStore(Handle):
         """
         newest = run(self._wait(checked_version("version", version), timeout))
         if newest < version:
-            raise Empty(f"version {version} was not published to {self.kind} {self._name!r} in time")
+            raise Empty(f"{self.kind} {self._name!r} had no version from {version} on in time")
         return newest
 
     async def await_version(self, version: int = 1, timeout: float | None = None) -> int:

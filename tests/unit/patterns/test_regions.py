@@ -253,19 +253,24 @@ def test_a_lost_owner(members: Members) -> None:
     ("settings", "message"),
     [
         ({"name": "vk"}, "has no region 'vk'.*kv"),
-        ({"rows": [40]}, "rows 0 to 39, and not 40"),
-        ({"rows": [-1]}, "not -1"),
+        ({"rows": [40]}, "rows from 0 to 39, and not 40"),
+        ({"rows": [-1]}, "rows from 0 on, and not -1"),
         ({"rows": [1, 1]}, "more than once"),
         ({"rows": [1.5]}, "integers"),
-        ({"rows": [1], "at": [40]}, "into= has rows 0 to 39"),
+        ({"rows": [1], "at": [40]}, "into= has rows from 0 to 39"),
         ({"rows": [1], "at": [1, 2]}, "at= has 2 rows, and rows= 1"),
         ({"into": {"flut": torch.zeros(1)}}, "no 'flut'; it has 'wide'"),
         ({"into": [torch.zeros(1)]}, "has 4 tensors, and into= 1"),
         ({"into": {"flat": torch.zeros(40)}}, "'flat' of .* is int64"),
         ({"into": {"narrow": torch.zeros(40, 3, dtype=torch.int64)}}, r"\(40, 2\), and of into= int64 \(40, 3\)"),
         ({"into": {"flat": torch.zeros(1, dtype=torch.int64).expand(40)}}, "expanded"),
-        ({"into": {"flat": 3}}, "into= has tensors"),
-        ({"rows": range(3), "into": {"flat": torch.zeros(2, dtype=torch.int64)}}, "into= has rows 0 to 1, and not 2"),
+        ({"into": {"flat": 3}}, "'flat' of into= is no tensor, but int"),
+        ({"lease": "kv"}, "lease= is what the owner's Region.lease returned, not 'kv'"),
+        ({"into": torch.zeros(1)}, "in a mapping or a sequence, not Tensor"),
+        (
+            {"rows": range(3), "into": {"flat": torch.zeros(2, dtype=torch.int64)}},
+            "into= has rows from 0 to 1, and not 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_written(
@@ -293,8 +298,11 @@ def test_regions_that_cannot_be(members: Members) -> None:
         ([torch.ones(3), torch.ones(4)], "differ in their rows"),
         ([torch.ones(3, device="meta")], "to_empty"),
         ([torch.tensor(1)], "0 dimensions"),
+        ([[1.0]], "0 of region 'other' is no tensor, but list"),
     ):
         with pytest.raises(rtr.ConfigurationError, match=message):
             region(members, given, "other")
+    with pytest.raises(rtr.ConfigurationError, match="dim= of region 'other' is a whole number, not 'a'"):
+        region(members, [torch.ones(3)], "other", dim="a")
     with members.acting(None), pytest.raises(rtr.NotAMember):
         rtr.Region("kv", [torch.ones(3)])

@@ -67,7 +67,7 @@ def test_versions_that_are_not_there(members: Members, reader: str) -> None:
         store = rtr.WeightStore.find("w")
         with pytest.raises(rtr.Empty):
             store.layout(timeout=0.05)
-        with pytest.raises(rtr.NotFound, match=r"version 3 .* none is published yet"):
+        with pytest.raises(rtr.NotFound, match=r"version 3 .* has none now"):
             store.layout(3)
         with pytest.raises(rtr.ConfigurationError, match="version= has to be the number of a version, not 'x'"):
             store.layout("x")  # type: ignore[arg-type]

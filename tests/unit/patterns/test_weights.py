@@ -102,7 +102,7 @@ def test_a_store_at_rest_has_a_copy_for_each_version_that_it_keeps(
 def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
     weights = store(deadlines, keep=2)
     assert look(weights) is None
-    with pytest.raises(NotFound, match="none is published yet"):
+    with pytest.raises(NotFound, match="the store has none now"):
         look(weights, version=3)
     publish(weights, model(5), 5)
     with pytest.raises(ConfigurationError, match=r"'w' is not newer than 5.*: give a higher number, or none"):
