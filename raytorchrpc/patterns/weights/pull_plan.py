@@ -171,7 +171,7 @@ class SourceCopies:
         """The signature and device of what several GPUs of a host may pull, each for itself; None: it is too little."""
         if self.device_type in IN_TURN and self.nbytes >= WORTH_A_TURN:
             signature = _signature(layout.number, transfers, [self.device_type] * len(transfers))
-            self.alike = signature, filled[0].device
+            self.alike = f"in turn {signature}", filled[0].device  # other hosts divide the same into other pieces
         self._copies: list[Copy] | None = None  # as soon as they are needed
         self._known: dict[Hashable, Any] = {}  # see ``Copies``
 

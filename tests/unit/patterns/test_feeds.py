@@ -1,4 +1,4 @@
-"""What a pull feeds to others: pieces as they arrive, and memory that ends with the pull. Without members."""
+"""What a pull feeds to others: pieces as they arrive, and memory that ends with the pull."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.lanes.base import TensorCapabilities
+from raytorchrpc.patterns.weights import chained_pull, pull_plan, source_pull
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from tests.polling import wait_until
+from tests.threads import in_thread
+from tests.unit import members as members_module
 from tests.unit.callees import Deadlines, DeferredReply
+from tests.unit.members import Members
+from tests.unit.patterns.weight_values import values
 
 LONG = 20.0
+ELEMENTS = 2_000_000  # of a tensor: more than one piece between hosts, and one on a host
 PIECES = 4
 
 
@@ -162,3 +169,61 @@ def test_slices_of_strided_regions() -> None:
         assert strides is not None
         piece.copy_(source.as_strided(extents, strides, first))
     assert torch.equal(source[:, 3:5], target)
+
+
+@pytest.fixture
+def near_and_far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    """``a`` reads the home's memory, ``b`` is on another host. Members feed one another whatever the size, also on one
+    host, from the CPU; there in pieces of their own size.
+    """
+
+    def member(name: str, rank: int, incarnation: int = 0) -> rtr.Member:
+        return rtr.Member(rank, name, None, "far" if name == "b" else "near", 0, name, rank + 1, incarnation)
+
+    monkeypatch.setattr(members_module, "_member", member)
+    monkeypatch.setattr(source_pull, "_WORTH_RELAYING", 1)
+    monkeypatch.setattr(source_pull.SourcePull, "_count_far_members", lambda self: 2)
+    monkeypatch.setattr(pull_plan, "IN_TURN", {"cpu"})
+    monkeypatch.setattr(pull_plan, "WORTH_A_TURN", 1)
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": "shm"}) as made:
+        yield made
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {f"layer{number}": torch.full((ELEMENTS,), value) for number in range(4)}
+
+
+def test_readers_of_the_homes_host_feed_none_of_others(near_and_far: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They bring the same, but in other pieces."""
+    members, from_home = near_and_far, chained_pull.ChainedPull._from_home
+    begins, goes_on = threading.Event(), threading.Event()
+
+    def hold(self: Any, *args: Any) -> bool:
+        if self._local.me.name == "a":
+            begins.set()
+            assert goes_on.wait(LONG)
+        return from_home(self, *args)
+
+    fed: list[int] = []
+    monkeypatch.setattr(chained_pull.ChainedPull, "_from_home", hold)
+    monkeypatch.setattr(chained_pull.ChainedPull, "_from_member", lambda self, source, *_, **__: fed.append(source))
+    with members.acting("home"):
+        home = rtr.WeightStore("w")
+        home.publish(weights(1.0))
+    with members.acting("a"):
+        near, store = weights(0.0), rtr.WeightStore.find("w")
+        for _ in range(2):  # the second one follows the plan of the first, and says what it pulls
+            store.pull(near)
+        (known,) = members.served("weight store", "w").relays._readers.values()
+        known[99] = "another GPU"
+    with members.acting("home"):
+        home.publish(weights(2.0))
+    with members.acting("a"):
+        pulls = in_thread(store.pull, near)
+        assert begins.wait(LONG)
+    with members.acting("b"):
+        far = weights(0.0)
+        assert rtr.WeightStore.find("w").pull(far) == 2 and set(values(far)) == {2.0}
+    goes_on.set()
+    assert pulls() == 2 and set(values(near)) == {2.0}
+    assert not fed
