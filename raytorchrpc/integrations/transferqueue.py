@@ -264,7 +264,10 @@ class Unit:
         with self._lock:
             indexes = self._indexes.union(*[own for own, _ in parts])
             if self._samples is not None and len(indexes) > self._samples:
-                raise ValueError(f"Storage capacity exceeded: {self._name} has room for {self._samples} samples")
+                raise ValueError(
+                    f"Storage capacity exceeded: {self._name} has room for {self._samples} samples; clear some, "
+                    f"or raise backend.{NAME}.total_storage_size"
+                )
             if self._held + size > self._room:
                 raise ValueError(
                     f"Storage capacity exceeded: {self._name} keeps {self._held} of {self._room} bytes, and {size} "
@@ -641,6 +644,10 @@ def start(conf: Any) -> Storage:
     count, samples, room = settings["num_data_storage_units"], settings["total_storage_size"], settings["unit_bytes"]
     if isinstance(room, str) and (room := size_in_bytes(room)) is None:
         raise rtr.ConfigurationError(f"backend.{NAME}.unit_bytes is a number of bytes, or text such as '64GiB'")
+    if not isinstance(count, int) or count < 1:
+        raise rtr.ConfigurationError(f"backend.{NAME}.num_data_storage_units is at least 1, not {count!r}")
+    if not isinstance(settings["timeout"], (int, float)):
+        raise rtr.ConfigurationError(f"backend.{NAME}.timeout is a number of seconds, not {settings['timeout']!r}")
     nodes = get_node_round_robin_scheduling_strategies(count, required_node_resource=settings["required_node_resource"])
     units = dict[str, Any]()
     for number, node in enumerate(nodes):

@@ -285,10 +285,19 @@ def test_what_was_put_is_what_every_get_brings() -> None:
         client.clear_partition("first")
 
 
-def test_settings_that_do_not_exist_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"units": 3}, "has no settings"),
+        ({"num_data_storage_units": 0}, "num_data_storage_units is at least 1, not 0"),
+        ({"timeout": "x"}, "timeout is a number of seconds, not 'x'"),
+        ({"unit_bytes": "much"}, "unit_bytes is a number of bytes"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     try:
-        with pytest.raises(rtr.ConfigurationError, match="has no settings"):
-            tq.init({"backend": {"storage_backend": transferqueue.NAME, transferqueue.NAME: {"units": 3}}})
+        with pytest.raises(rtr.ConfigurationError, match=message):
+            tq.init({"backend": {"storage_backend": transferqueue.NAME, transferqueue.NAME: settings}})
     finally:
         tq.close()
 
