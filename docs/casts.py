@@ -51,13 +51,13 @@ _CONTROL = re.compile(
 
 def in_terminal(name: str, *command: str) -> str:
     """What is on the terminal when the command has ended, with its colours as escapes."""
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS.get(name, 80), 0, 0))
+    ours, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS.get(name, 80), 0, 0))
     environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        command, stdout=its, stderr=subprocess.DEVNULL, env={**environ, "TERM": "xterm-256color"}
+        command, stdout=terminal, stderr=subprocess.DEVNULL, env={**environ, "TERM": "xterm-256color"}
     )
-    os.close(its)
+    os.close(terminal)
     written = b""
     try:
         while part := os.read(ours, 1 << 16):

@@ -371,7 +371,7 @@ class SocketMember(_TwoSided):
 
     @cached_property
     def _stream(self) -> socket.socket:
-        stream = socket.create_connection(self._meeting) if self._meeting else self._listener.accept()[0]
+        stream = socket.create_connection(self._meeting, TIMEOUT_S) if self._meeting else self._listener.accept()[0]
         stream.settimeout(TIMEOUT_S)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return stream
